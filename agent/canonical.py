@@ -1,0 +1,118 @@
+"""One text for one JSON value: what is hashed, compared, shown to an approver and sent to a tool.
+
+Keys are ordered by code point, numbers stand by value (`1`, `1.0` and `1e0` are one number, `-0` is
+`0`, integers are exact at any size), array order counts, strings are never normalised or trimmed. The
+text is ASCII: whatever a model or a tool says (NUL, lone surrogates) can be stored and read back.
+Pure: no I/O, no clock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from decimal import Decimal
+from typing import Any, Final, TypeAlias
+
+from handrail.agent.errors import NotCanonical
+
+Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
+
+#: Deeper nesting has no use in a tool's arguments and would exhaust an interpreter's stack.
+MAX_DEPTH: Final = 64
+#: Python refuses to print longer integers, and no tool wants one.
+MAX_INTEGER_DIGITS: Final = 4_000
+
+
+def parse_json(text: str | bytes) -> Json:
+    """Parse untrusted JSON text exactly.
+
+    Numbers keep their value (`9007199254740993.0` is an integer), duplicate keys, NaN and infinities are
+    refused. Raises `NotCanonical`; never another error.
+    """
+    try:
+        value = json.loads(
+            text,
+            parse_float=_exact_number,
+            parse_constant=_no_constant,
+            object_pairs_hook=_no_duplicates,
+        )
+    except NotCanonical:
+        raise
+    except (ValueError, RecursionError, ArithmeticError) as error:
+        raise NotCanonical(f"not JSON ({type(error).__name__})") from None
+    return normal(value)
+
+
+def normal(value: object) -> Json:
+    """Return the normal form of a JSON-like value: plain types, exact numbers. Raises `NotCanonical`."""
+    return _normal(value, MAX_DEPTH)
+
+
+def canonical(value: object) -> str:
+    """Return the canonical text of a JSON-like value, in ASCII. Raises `NotCanonical`."""
+    return dumps(normal(value))
+
+
+def dumps(value: Json) -> str:
+    """Write a value that is already in normal form."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def digest(*parts: str) -> str:
+    """Return a 128-bit hash of canonical texts, as 32 hexadecimal digits; parts cannot run together."""
+    hasher = hashlib.sha256()
+    for part in parts:
+        data = part.encode("utf-8", "surrogatepass")
+        hasher.update(b"%d:" % len(data))
+        hasher.update(data)
+    return hasher.hexdigest()[:32]
+
+
+def _normal(value: object, depth: int) -> Json:
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        if abs(value).bit_length() > MAX_INTEGER_DIGITS * 3:
+            raise NotCanonical("an integer with thousands of digits")
+        return int(value)
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise NotCanonical("a number that is not finite")
+        return int(value) if value.is_integer() else value
+    if depth == 0:
+        raise NotCanonical(f"nested deeper than {MAX_DEPTH} levels")
+    if isinstance(value, Mapping):
+        out: dict[str, Json] = {}
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise NotCanonical(f"a key that is no text ({type(key).__name__})")
+            out[key] = _normal(item, depth - 1)
+        return out
+    if isinstance(value, list | tuple):
+        return [_normal(item, depth - 1) for item in value]
+    raise NotCanonical(f"a value of type {type(value).__name__}")
+
+
+def _exact_number(text: str) -> int | float:
+    number = Decimal(text)
+    if not -MAX_INTEGER_DIGITS < number.adjusted() < MAX_INTEGER_DIGITS:
+        raise NotCanonical("a number out of range")
+    if number == number.to_integral_value():
+        return int(number)
+    value = float(number)
+    if not math.isfinite(value):
+        raise NotCanonical("a number out of range")
+    return value
+
+
+def _no_constant(name: str) -> Any:
+    raise NotCanonical(f"the constant {name}")
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        raise NotCanonical("one key twice in an object")
+    return out

@@ -1,0 +1,358 @@
+"""Fixed stages: what is always the same is written as code, and no model decides about it.
+
+`Read` calls a read tool with arguments that the program makes, `Check` judges what is known, `Confirm`
+parks the exact action with a person, `Commit` performs it, `Verify` looks at the outside world
+independently. The functions that a workflow hands in are pure, but for the check of `Verify`. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final, TypeAlias
+
+from handrail.agent import trace
+from handrail.agent.canonical import Json, normal
+from handrail.agent.commands import command_from_json, command_to_json
+from handrail.agent.errors import HandrailError, InvalidDefinition
+from handrail.agent.loop import judge, judge_verdict, permission
+from handrail.agent.stage import (
+    Action,
+    Approved,
+    Command,
+    Event,
+    Finish,
+    Frame,
+    InvokeTool,
+    Move,
+    Park,
+    ParkKind,
+    Refused,
+    Resolved,
+    Result,
+    Stage,
+    Stop,
+    Succeeded,
+    Unsent,
+    Verdict,
+    View,
+    executable,
+)
+from handrail.agent.stage import Verify as VerifyCommand
+from handrail.agent.status import Reason
+from handrail.agent.tools import Invalid, Permit, RunFacts, Tool, ToolContract
+from handrail.agent.trace import TraceEvent
+
+_NO_CHILDREN: Final[Mapping[str, Stage]] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Proceed:
+    """A check's answer: go on; the value is recorded as the stage's output."""
+
+    value: Json = None
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A check's answer: the goal is reached without the stages that follow; the run completes."""
+
+    answer: Json
+
+
+@dataclass(frozen=True, slots=True)
+class HandOff:
+    """A check's answer: a person decides; the detail is what they are shown."""
+
+    detail: Mapping[str, Json] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Deny:
+    """A check's answer: the run stops for this reason; the detail names the fields that do not fit."""
+
+    reason: Reason = Reason.PERMISSION_DENIED
+    detail: Mapping[str, Json] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.reason not in (Reason.PERMISSION_DENIED, Reason.INVALID_PROPOSAL):
+            raise InvalidDefinition(
+                "deny", "a check denies as permission-denied or invalid-proposal"
+            )
+
+
+Judgement: TypeAlias = Proceed | Done | HandOff | Deny
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Call a read tool with arguments made by the program; the result is the stage's output.
+
+    It pays one tool call. A failure stops the run as `tool-failed`.
+    """
+
+    name: str
+    tool: Tool
+    arguments: Callable[[RunFacts], Mapping[str, Json]]
+
+    def __post_init__(self) -> None:
+        if self.tool.contract.side_effect.writes:
+            raise InvalidDefinition(
+                f"stage {self.name!r}", f"{self.tool.name!r} writes: use Confirm and Commit"
+            )
+
+    @property
+    def children(self) -> Mapping[str, Stage]:
+        """No stages below."""
+        return _NO_CHILDREN
+
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        """The tool that this stage calls."""
+        return (self.tool,)
+
+    def start(self, view: View) -> Move:
+        """Make the command."""
+        return _call(self.name, Action(self.tool, self.arguments(view.run)), view)
+
+    def on(self, frame: Frame, event: Event, view: View) -> Move:
+        """Take the result."""
+        return _after_call(self.tool.contract, frame, event, view, attempts=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Judge what is known, in plain code: `judge(run)` answers Proceed, Done, HandOff or Deny."""
+
+    name: str
+    judge: Callable[[RunFacts], Judgement]
+
+    @property
+    def children(self) -> Mapping[str, Stage]:
+        """No stages below."""
+        return _NO_CHILDREN
+
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        """A check calls no tool."""
+        return ()
+
+    def start(self, view: View) -> Move:
+        """Judge at once."""
+        match self.judge(view.run):
+            case Proceed(value):
+                return Move({}, Finish(normal(value)))
+            case Done(answer):
+                verified = TraceEvent(
+                    trace.COMPLETION_VERIFIED, view.step, {"verified": True, "by": self.name}
+                )
+                return Move({}, Stop(Reason.COMPLETED, answer=normal(answer)), (verified,))
+            case HandOff(detail):
+                return Move({}, Stop(Reason.HANDOFF_REQUIRED, detail))
+            case Deny(reason, detail):
+                return Move({}, Stop(reason, detail))
+        raise InvalidDefinition(f"stage {self.name!r}", "a check answers with a Judgement")
+
+    def on(self, frame: Frame, event: Event, view: View) -> Move:
+        """A check waits for nothing."""
+        raise TypeError(f"a check is told nothing about {type(event).__name__}")
+
+
+@dataclass(frozen=True, slots=True)
+class Confirm:
+    """Park the exact action until a person confirms it; no worker is held meanwhile."""
+
+    name: str
+    action: Callable[[RunFacts], Action]
+    expires_ms: int = 24 * 3_600_000
+
+    @property
+    def children(self) -> Mapping[str, Stage]:
+        """No stages below."""
+        return _NO_CHILDREN
+
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        """A confirmation calls no tool."""
+        return ()
+
+    def start(self, view: View) -> Move:
+        """Show the person the command that will be executed, and nothing less."""
+        move = _call(self.name, self.action(view.run), view, approval=True)
+        if not isinstance(move.command, InvokeTool):
+            return move
+        park = Park(ParkKind.APPROVAL, action=move.command, expires_ms=self.expires_ms)
+        return Move({}, park)
+
+    def on(self, frame: Frame, event: Event, view: View) -> Move:
+        """Go on once it was confirmed."""
+        if not isinstance(event, Approved):
+            raise TypeError(f"a confirmation is told nothing about {type(event).__name__}")
+        # No fact of the public state: the commit must meet the version that was approved.
+        output: Json = {"approval_id": event.approval_id, "approver": event.approver}
+        return Move(frame, Finish(output, fact=False))
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Perform one write that the program has decided on; its receipt is the stage's output.
+
+    `attempts` bounds how often it is sent while the service says "nothing happened, try again".
+    """
+
+    name: str
+    action: Callable[[RunFacts], Action]
+    tool: Tool
+    attempts: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.tool.contract.side_effect.writes:
+            raise InvalidDefinition(
+                f"stage {self.name!r}", f"{self.tool.name!r} is no write: use Read"
+            )
+        if type(self.attempts) is not int or self.attempts < 1:
+            raise InvalidDefinition(f"stage {self.name!r}", "attempts must be at least 1")
+
+    @property
+    def children(self) -> Mapping[str, Stage]:
+        """No stages below."""
+        return _NO_CHILDREN
+
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        """The tool that this stage calls."""
+        return (self.tool,)
+
+    def start(self, view: View) -> Move:
+        """Make the command anew from what the program knows: a plan's words decide nothing."""
+        action = self.action(view.run)
+        if action.tool.name != self.tool.name:
+            raise InvalidDefinition(f"stage {self.name!r}", "the action names another tool")
+        return _call(self.name, action, view, approval=self.tool.contract.needs_approval)
+
+    def on(self, frame: Frame, event: Event, view: View) -> Move:
+        """Take the receipt."""
+        return _after_call(self.tool.contract, frame, event, view, attempts=self.attempts)
+
+
+@dataclass(frozen=True, slots=True)
+class Verify:
+    """Look at the outside world independently; only a check that holds lets the run go on.
+
+    `check(claim, call)` may do I/O; `claim(run)` is what it is asked about (default: all outputs).
+    """
+
+    name: str
+    check: Callable[..., Any]
+    claim: Callable[[RunFacts], Json] | None = None
+
+    @property
+    def children(self) -> Mapping[str, Stage]:
+        """No stages below."""
+        return _NO_CHILDREN
+
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        """A verification calls no tool of the contract."""
+        return ()
+
+    @property
+    def verify(self) -> Callable[..., Any]:
+        """The check, under the name by which the shell asks every stage for it."""
+        return self.check
+
+    def start(self, view: View) -> Move:
+        """Ask for the check."""
+        claim = self.claim(view.run) if self.claim else dict(view.outputs)
+        return Move({}, VerifyCommand(normal(claim), view.limits.tool_ms))
+
+    def on(self, frame: Frame, event: Event, view: View) -> Move:
+        """Go on if it holds."""
+        assert isinstance(event, Verdict)
+        judged = judge_verdict(event, view)
+        if judged.stop is not None:
+            return Move(frame, judged.stop, judged.events)
+        if not event.ok:
+            stop = Stop(Reason.VERIFICATION_FAILED, {"evidence": event.evidence})
+            return Move(frame, stop, judged.events)
+        output: Json = {**event.detail, "evidence": event.evidence}
+        return Move(frame, Finish(output), judged.events)
+
+
+def _call(stage: str, action: Action, view: View, *, approval: bool = False) -> Move:
+    """Pass the program's own call through the gates: its arguments are no more trusted than a model's."""
+    contract = action.tool.contract
+    try:
+        checked = contract.validate(dict(_plain(action.arguments)))
+    except HandrailError as error:
+        return _refused(view, Reason.INVALID_PROPOSAL, stage, contract, str(error))
+    if isinstance(checked, Invalid):
+        return _refused(view, Reason.INVALID_PROPOSAL, stage, contract, checked.problem)
+    permit = permission(contract, checked, view)
+    if permit is Permit.DENY:
+        return _refused(view, Reason.PERMISSION_DENIED, stage, contract, "not permitted")
+    approval = approval or permit is Permit.WITH_APPROVAL
+    command = executable(action.tool, checked, view, approval=approval, fixed=True)
+    return Move({"waiting": command_to_json(command), "attempt": 1}, command)
+
+
+def _after_call(
+    contract: ToolContract, frame: Frame, event: Event, view: View, *, attempts: int
+) -> Move:
+    waiting = command_from_json(frame["waiting"])
+    assert isinstance(waiting, InvokeTool)
+    match event:
+        case Result():
+            judged = judge(contract, waiting.arguments, event, view)
+            if judged.stop is not None:
+                return Move(frame, judged.stop, judged.events)
+            if isinstance(event.reply, Succeeded):
+                return Move(frame, Finish(event.reply.value), judged.events)
+            assert isinstance(event.reply, Refused)
+            return _again(contract, waiting, frame, event.reply, view, judged.events, attempts)
+        case Resolved(value, _, evidence):
+            verified = TraceEvent(
+                trace.RESULT_VERIFIED,
+                view.step,
+                {"tool": contract.name, "evidence_ref": evidence},
+            )
+            return Move(frame, Finish(value), (verified,))
+        case Unsent(reason, problem):
+            return Move(frame, Stop(reason, {"problem": problem}))
+    raise TypeError(f"a call is told nothing about {type(event).__name__}")
+
+
+def _again(
+    contract: ToolContract,
+    waiting: InvokeTool,
+    frame: Frame,
+    reply: Refused,
+    view: View,
+    events: tuple[TraceEvent, ...],
+    attempts: int,
+) -> Move:
+    attempt = frame["attempt"]
+    assert isinstance(attempt, int)
+    command: Command = waiting
+    if attempt >= attempts:
+        command = Stop(Reason.TOOL_FAILED, {"code": reply.reason})
+    elif view.budget.tool_calls_available <= 0:
+        command = Stop(Reason.TOOL_CALL_BUDGET_EXHAUSTED, {"tool": contract.name})
+    return Move({**frame, "attempt": attempt + 1}, command, events)
+
+
+def _refused(view: View, reason: Reason, stage: str, contract: ToolContract, problem: str) -> Move:
+    rejected = TraceEvent(
+        trace.PROPOSAL_REJECTED,
+        view.step,
+        {"stable_reason_code": reason.value, "stage": stage, "problem": problem[:300]},
+    )
+    detail: dict[str, Json] = {"stage": stage, "tool": contract.name, "problem": problem[:300]}
+    return Move({}, Stop(reason, detail), (rejected,))
+
+
+def _plain(arguments: Mapping[str, Json]) -> dict[str, Json]:
+    value = normal(dict(arguments))
+    assert isinstance(value, dict)
+    return value

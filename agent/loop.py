@@ -1,0 +1,537 @@
+"""The controlled agent loop: the model chooses one action a round; the program does everything else.
+
+Observe, decide, act, validate, update. The gate's order of checks is fixed: cancellation, kind and tool
+name, arguments, permission, tool budget, repetition, deadline, approval, dispatch. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, Final
+
+from handrail.agent import trace
+from handrail.agent.budget import CODE_OF
+from handrail.agent.canonical import Json, digest, dumps
+from handrail.agent.commands import command_from_json, command_to_json
+from handrail.agent.errors import InvalidDefinition
+from handrail.agent.proposal import (
+    Clarification,
+    CompletionClaim,
+    Malformed,
+    Proposal,
+    ToolProposal,
+    parse_proposal,
+)
+from handrail.agent.stage import (
+    Answered,
+    Approved,
+    AskModel,
+    Doubtful,
+    End,
+    Event,
+    Finish,
+    Frame,
+    InvokeTool,
+    Move,
+    Observation,
+    Park,
+    ParkKind,
+    Proposed,
+    Refused,
+    Resolved,
+    Result,
+    Stage,
+    Stop,
+    Succeeded,
+    Unsent,
+    Verdict,
+    Verify,
+    View,
+    executable,
+)
+from handrail.agent.status import Reason
+from handrail.agent.tools import (
+    Invalid,
+    Permit,
+    SideEffect,
+    Tool,
+    ToolContract,
+    Validated,
+    action_digest,
+    fingerprint,
+)
+from handrail.agent.trace import TraceEvent
+
+
+@dataclass(frozen=True, slots=True)
+class NoProgress:
+    """Stop when one action was executed `times` times within the last `window` executed actions.
+
+    The state version is disregarded: a tool that tells something new but useless every time is found too.
+    """
+
+    times: int = 4
+    window: int = 12
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.times <= self.window:
+            raise InvalidDefinition("no_progress", "needs 2 <= times <= window")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentLoop:
+    """A region in which a model chooses among `actions`, one at a time, until a check holds.
+
+    `verify(claim, call)` is the independent check of a claim of completion: the model has no access to
+    it. `allowed(view)` narrows the tools of a round. `corrections` is how many invalid proposals are
+    answered with their reason code instead of a stop. `no_progress=None` switches that detector off.
+    """
+
+    name: str
+    actions: tuple[Tool, ...]
+    verify: Callable[..., Any]
+    model: str = "default"
+    allowed: Callable[[View], Collection[str]] | None = None
+    corrections: int = 0
+    no_progress: NoProgress | None = NoProgress()
+
+    def __post_init__(self) -> None:
+        title = f"agent loop {self.name!r}"
+        object.__setattr__(self, "actions", tuple(self.actions))
+        if not self.actions:
+            raise InvalidDefinition(title, "name the tools that the model may choose from")
+        if not callable(self.verify):
+            raise InvalidDefinition(title, "a completion needs a check: verify(claim, call)")
+        if len({tool.name for tool in self.actions}) != len(self.actions):
+            raise InvalidDefinition(title, "two actions have the same name")
+        for tool in self.actions:
+            if tool.contract.side_effect is SideEffect.IRREVERSIBLE:
+                raise InvalidDefinition(
+                    title,
+                    f"the tool {tool.name!r} is irreversible: it belongs into a fixed commit, not into an open loop",
+                )
+        if type(self.corrections) is not int or self.corrections < 0:
+            raise InvalidDefinition(title, "corrections must be a whole number of at least 0")
+
+    @property
+    def children(self) -> Mapping[str, Stage]:
+        """A loop has no stages below it."""
+        return _NO_CHILDREN
+
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        """The tools that this stage can call."""
+        return self.actions
+
+    def start(self, view: View) -> Move:
+        """Begin with the first question to the model."""
+        return Move(_fresh_frame(view), self._ask(view))
+
+    def on(self, frame: Frame, event: Event, view: View) -> Move:
+        """Go on after an event; see the module for the order of checks."""
+        match event:
+            case Proposed():
+                return self._on_proposed(frame, event, view)
+            case Result():
+                return self._on_result(frame, event, view)
+            case Verdict():
+                return self._on_verdict(frame, event, view)
+            case Approved():
+                waiting = command_from_json(frame["waiting"])
+                assert isinstance(waiting, InvokeTool)
+                return Move(frame, replace(waiting, deadline_at=view.deadline_at))
+            case Resolved(value, text, evidence, known):
+                contract = self._contract(_waiting(frame).tool)
+                verified = _event(
+                    view, trace.RESULT_VERIFIED, tool=contract.name, evidence_ref=evidence
+                )
+                observation = _observe(contract, value, text)
+                return self._absorb(frame, view, observation, known, (verified,))
+            case Answered(text, author, known):
+                return self._absorb(
+                    frame, view, Observation.of(f"answer:{author}", text), known, ()
+                )
+            case Unsent(reason, problem):
+                return Move(frame, Stop(reason, {"problem": problem}))
+        raise TypeError(f"an agent loop is told nothing about {type(event).__name__}")
+
+    # ---- decide -----------------------------------------------------------------------------------------
+
+    def _ask(self, view: View) -> AskModel:
+        return AskModel(self.model, self._allowed_names(view))
+
+    def _allowed_names(self, view: View) -> tuple[str, ...]:
+        names = tuple(tool.name for tool in self.actions)
+        if self.allowed is None:
+            return names
+        allowed = self.allowed(view)
+        return tuple(name for name in names if name in allowed)
+
+    def _on_proposed(self, frame: Frame, event: Proposed, view: View) -> Move:
+        built = _event(
+            view,
+            trace.OBSERVATION_BUILT,
+            state_version=view.state_version,
+            allowed_tools=list(self._allowed_names(view)),
+            remaining_budget=dict(view.budget.snapshot()),
+            observations=view.observation_count,
+            facts=[*sorted(view.outputs)],
+        )
+        if event.end is not End.RETURNED:
+            failed = _event(
+                view,
+                trace.MODEL_FAILED,
+                timedOut=event.end is End.TIMED_OUT,
+                cancelled=view.cancelled,
+            )
+            reason = _cut_off(event.end, event.bound, view, Reason.MODEL_FAILED)
+            if event.overflow:
+                reason = Reason.OUTPUT_BUDGET_EXHAUSTED
+            return Move(frame, Stop(reason), (built, failed))
+        proposal = parse_proposal(event.raw)
+        received = self._received(proposal, view)
+        events: tuple[TraceEvent, ...] = (built, received)
+        if view.cancelled:
+            return Move(frame, Stop(Reason.CANCELLED), events)
+        match proposal:
+            case Clarification(question):
+                park = Stop(Reason.CLARIFICATION_REQUIRED, {"question": question})
+                return Move(frame, park, events)
+            case CompletionClaim(answer):
+                if isinstance(answer, str):
+                    events += (_event(view, trace.FINAL, text_hash=digest(answer)),)
+                if view.remaining_ms <= 0:
+                    return Move(frame, _deadline(), events)
+                return Move({**frame, "claim": answer}, Verify(answer, view.limits.tool_ms), events)
+            case Malformed(_, problem):
+                return self._reject(frame, view, events, Reason.INVALID_PROPOSAL, problem)
+            case ToolProposal():
+                return self._gate(frame, proposal, view, events)
+
+    def _received(self, proposal: Proposal | Malformed, view: View) -> TraceEvent:
+        detail: dict[str, Json] = {}
+        match proposal:
+            case ToolProposal(tool, arguments):
+                kind, detail["tool_name"] = "tool", tool[:128]
+                detail["arguments_hash"] = digest("arguments", tool, dumps(arguments))
+                if tool in self._allowed_names(view):
+                    detail |= {
+                        f"{name}_hash": digest(dumps(value))
+                        for name, value in list(arguments.items())[:16]
+                        if name.isidentifier() and len(name) <= 64
+                    }
+            case CompletionClaim():
+                kind = "complete"
+            case Clarification():
+                kind = "clarify"
+            case Malformed(kind, _):
+                pass
+        detail |= {"kind": kind, "proposal_type": kind, "modelCalls": view.model_calls}
+        return _event(view, trace.PROPOSAL_RECEIVED, **detail)
+
+    # ---- the policy gate --------------------------------------------------------------------------------
+
+    def _gate(
+        self, frame: Frame, proposal: ToolProposal, view: View, events: tuple[TraceEvent, ...]
+    ) -> Move:
+        # Exact comparison against this round's list: no normalising, no near match, no look-up by import.
+        if proposal.tool not in self._allowed_names(view):
+            return self._reject(frame, view, events, Reason.INVALID_PROPOSAL, "unknown tool")
+        tool = next(tool for tool in self.actions if tool.name == proposal.tool)
+        contract = tool.contract
+        checked = contract.validate(proposal.arguments)
+        if isinstance(checked, Invalid):
+            return self._reject(frame, view, events, Reason.INVALID_PROPOSAL, "invalid arguments")
+        permit = permission(contract, checked, view)
+        if permit is Permit.DENY:
+            return self._reject(frame, view, events, Reason.PERMISSION_DENIED, "not permitted")
+        if view.budget.tool_calls_available <= 0 or view.budget.per_tool.get(tool.name, 1) <= 0:
+            return _refuse(frame, view, events, _spent(Reason.TOOL_CALL_BUDGET_EXHAUSTED))
+        mark = fingerprint(view.state_version, contract, checked.json)
+        frame = _at_version(frame, view.state_version)
+        if mark in _strings(frame["seen"]):
+            stop = Stop(Reason.REPEATED_PROPOSAL, {"fingerprint": mark})
+            return _refuse(frame, view, events, stop)
+        frame = {**frame, "seen": [*_strings(frame["seen"]), mark]}
+        action = action_digest(contract, checked.json)
+        stuck = self._stuck(_strings(frame["recent"]), action)
+        if stuck is not None:
+            return _refuse(frame, view, events, Stop(stuck, {"fingerprint": mark}))
+        if view.remaining_ms <= 0:
+            return _refuse(frame, view, events, _deadline())
+        ask = contract.needs_approval or permit is Permit.WITH_APPROVAL
+        command = executable(tool, checked, view, approval=ask, fixed=False)
+        frame = {
+            **frame,
+            "recent": self._remember(frame, action),
+            "waiting": command_to_json(command),
+        }
+        rule = _event(
+            view,
+            trace.POLICY_ALLOWED,
+            tool=tool.name,
+            side_effect=contract.side_effect.value,
+            remaining_calls=view.budget.tool_calls_available,
+            rule="with-approval" if ask else f"{contract.side_effect.value}-in-budget",
+            capability=digest(command.capability),
+        )
+        events += (rule,)
+        if ask:
+            return Move(frame, Park(ParkKind.APPROVAL, action=command), events)
+        return Move(frame, command, events)
+
+    def _reject(
+        self,
+        frame: Frame,
+        view: View,
+        events: tuple[TraceEvent, ...],
+        reason: Reason,
+        problem: str,
+    ) -> Move:
+        rejected = _rejected(view, reason, problem)
+        used = frame.get("corrections", 0)
+        assert isinstance(used, int)
+        if reason is Reason.INVALID_PROPOSAL and used < self.corrections:
+            frame = {**frame, "corrections": used + 1}
+            told = Observation.of("program", f"proposal:rejected:{reason.value}:{problem}")
+            known = any(seen.digest == told.digest for seen in view.observations)
+            return self._absorb(frame, view, told, known, (*events, rejected))
+        return Move(frame, Stop(reason, {"problem": problem}), (*events, rejected))
+
+    def _stuck(self, recent: list[str], action: str) -> Reason | None:
+        if self.no_progress is None or recent.count(action) < self.no_progress.times:
+            return None
+        # The same few actions in turn are an oscillation, one action alone is no progress.
+        return Reason.OSCILLATION if len(set(recent)) > 1 else Reason.NO_PROGRESS
+
+    def _remember(self, frame: Frame, action: str) -> list[Json]:
+        if self.no_progress is None:
+            return []
+        recent = [*_strings(frame["recent"]), action][-self.no_progress.window :]
+        return [*recent]
+
+    # ---- validate and update ----------------------------------------------------------------------------
+
+    def _on_result(self, frame: Frame, event: Result, view: View) -> Move:
+        waiting = _waiting(frame)
+        contract = self._contract(waiting.tool)
+        judged = judge(contract, waiting.arguments, event, view)
+        if judged.stop is not None:
+            return Move(frame, judged.stop, judged.events)
+        if isinstance(event.reply, Succeeded):
+            observation = _observe(contract, event.reply.value, event.reply.text)
+        else:
+            assert isinstance(event.reply, Refused)
+            observation = failed_observation(contract, event.reply)
+        return self._absorb(frame, view, observation, event.known, judged.events)
+
+    def _on_verdict(self, frame: Frame, event: Verdict, view: View) -> Move:
+        judged = judge_verdict(event, view)
+        if judged.stop is not None:
+            return Move(frame, judged.stop, judged.events)
+        if event.ok:
+            # A claim that was verified is the run's answer or the next stage's input, not a new fact.
+            return Move(frame, Finish(frame["claim"], fact=False), judged.events)
+        return Move(frame, self._ask(view), judged.events, round_done=True)
+
+    def _absorb(
+        self,
+        frame: Frame,
+        view: View,
+        observation: Observation,
+        known: bool,
+        events: tuple[TraceEvent, ...],
+    ) -> Move:
+        version = view.state_version + (not known)
+        count = view.observation_count + (not known)
+        moved = TraceEvent(
+            trace.STATE_TRANSITIONED,
+            view.step + 1,
+            {
+                "changed": not known,
+                "stateVersion": version,
+                "new_version": version,
+                "observationCount": count,
+            },
+        )
+        return Move(
+            _at_version({**frame, "waiting": None}, version),
+            self._ask(view),
+            (*events, moved),
+            observation=None if known else observation,
+            round_done=True,
+        )
+
+    def _contract(self, name: str) -> ToolContract:
+        return next(tool.contract for tool in self.actions if tool.name == name)
+
+
+# ---- judging what came back, shared with the fixed stages -------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What a call's end means: events for the trace, and the stop that it forces, if any."""
+
+    events: tuple[TraceEvent, ...]
+    stop: Stop | None
+
+
+def judge(
+    contract: ToolContract, arguments: Mapping[str, Json], event: Result, view: View
+) -> Judged:
+    """Classify how a tool call ended. A write without proof is an unknown effect, whatever the cause."""
+    write = contract.side_effect.writes
+    if event.end is not End.RETURNED:
+        failed = _event(
+            view,
+            trace.TOOL_FAILED,
+            tool=contract.name,
+            sideEffect=contract.side_effect.coarse,
+            timedOut=event.end is End.TIMED_OUT,
+            cancelled=view.cancelled,
+        )
+        if write:
+            trigger = (
+                "cancellation"
+                if view.cancelled
+                else "timeout"
+                if event.end is End.TIMED_OUT
+                else "exception"
+            )
+            return _doubt(contract, view, (failed,), trigger)
+        reason = _cut_off(event.end, event.bound, view, Reason.TOOL_FAILED)
+        return Judged((failed,), Stop(reason))
+    reply = event.reply
+    assert reply is not None
+    status = {Succeeded: "success", Refused: "failed", Doubtful: "unknown"}[type(reply)]
+    classified = _event(view, trace.RESULT_CLASSIFIED, tool=contract.name, status=status)
+    if isinstance(reply, Doubtful) or (write and not event.settled):
+        if write:
+            return _doubt(contract, view, (classified,), "reported")
+        return Judged((classified,), Stop(Reason.TOOL_FAILED, {"code": "unknown"}))
+    if isinstance(reply, Refused):
+        code = reply.reason
+        if reply.retryable:
+            return Judged((classified,), None)
+        return Judged((classified,), Stop(Reason.TOOL_FAILED, {"code": code}))
+    detail: dict[str, Json] = {"tool": contract.name, "evidence_ref": event.evidence}
+    if contract.public is not None:
+        detail |= dict(contract.public(contract.revive(dict(arguments)), reply.value))
+    return Judged((classified, _event(view, trace.RESULT_VERIFIED, **detail)), None)
+
+
+def judge_verdict(event: Verdict, view: View) -> Judged:
+    """Classify how a verification ended."""
+    if event.end is not End.RETURNED:
+        failed = _event(
+            view,
+            trace.COMPLETION_FAILED,
+            timedOut=event.end is End.TIMED_OUT,
+            cancelled=view.cancelled,
+        )
+        reason = _cut_off(event.end, event.bound, view, Reason.VERIFICATION_FAILED)
+        return Judged((failed,), Stop(reason))
+    detail: dict[str, Json] = {**event.detail, "verified": event.ok}
+    if event.evidence is not None:
+        detail["evidence_ref"] = event.evidence
+    return Judged((_event(view, trace.COMPLETION_VERIFIED, **detail),), None)
+
+
+def permission(contract: ToolContract, checked: Validated, view: View) -> Permit:
+    """Ask the contract's policy. A policy that raises denies: doubt is no permission."""
+    if (
+        contract.permission is not None
+        and contract.permission not in view.run.principal.permissions
+    ):
+        return Permit.DENY
+    if contract.allow is None:
+        return Permit.ALLOW
+    try:
+        return Permit(contract.allow(checked.model, view.run))
+    except Exception:
+        return Permit.DENY
+
+
+def failed_observation(contract: ToolContract, reply: Refused) -> Observation:
+    """What the model is told of a failure that may be tried again."""
+    return Observation.of(contract.name, f"tool:{contract.name}:failed:{reply.reason}")
+
+
+def observation_of(contract: ToolContract, reply: Succeeded | Refused) -> Observation:
+    """The observation that a reply would add to the state."""
+    if isinstance(reply, Refused):
+        return failed_observation(contract, reply)
+    return _observe(contract, reply.value, reply.text)
+
+
+_NO_CHILDREN: Final[Mapping[str, Stage]] = MappingProxyType({})
+
+
+def _doubt(
+    contract: ToolContract, view: View, events: tuple[TraceEvent, ...], trigger: str
+) -> Judged:
+    required = _event(
+        view,
+        trace.RECONCILIATION_REQUIRED,
+        tool=contract.name,
+        trigger=trigger,
+        recovery=contract.recovery,
+    )
+    return Judged((*events, required), Stop(Reason.UNKNOWN_EFFECT, {"trigger": trigger}))
+
+
+def _cut_off(end: End, bound: bool, view: View, otherwise: Reason) -> Reason:
+    if view.cancelled:
+        return Reason.CANCELLED
+    return Reason.DEADLINE_EXHAUSTED if end is End.TIMED_OUT and bound else otherwise
+
+
+def _observe(contract: ToolContract, value: Json, text: str) -> Observation:
+    stable = dumps(contract.stable(value)) if contract.volatile else None
+    return Observation.of(contract.name, text, stable)
+
+
+def _refuse(frame: Frame, view: View, events: tuple[TraceEvent, ...], stop: Stop) -> Move:
+    return Move(frame, stop, (*events, _rejected(view, stop.reason, stop.reason.value)))
+
+
+def _rejected(view: View, reason: Reason, problem: str) -> TraceEvent:
+    return _event(
+        view, trace.PROPOSAL_REJECTED, stable_reason_code=reason.value, problem=problem[:300]
+    )
+
+
+def _spent(reason: Reason) -> Stop:
+    code = CODE_OF.get(reason)
+    return Stop(reason, {"code": code.value} if code else {})
+
+
+def _deadline() -> Stop:
+    return _spent(Reason.DEADLINE_EXHAUSTED)
+
+
+def _event(view: View, type_: str, **detail: Json) -> TraceEvent:
+    return TraceEvent(type_, view.step, detail)
+
+
+def _fresh_frame(view: View) -> Frame:
+    return {"version": view.state_version, "seen": [], "recent": [], "waiting": None}
+
+
+def _at_version(frame: Frame, version: int) -> Frame:
+    # Only fingerprints of the current version can ever be met again: the version never goes back.
+    return frame if frame["version"] == version else {**frame, "version": version, "seen": []}
+
+
+def _waiting(frame: Frame) -> InvokeTool:
+    command = command_from_json(frame["waiting"])
+    assert isinstance(command, InvokeTool)
+    return command
+
+
+def _strings(value: Json) -> list[str]:
+    assert isinstance(value, list)
+    return [item for item in value if isinstance(item, str)]

@@ -1,0 +1,464 @@
+"""The run machine: state and event in; state, next command and trace out.
+
+A worker, the in-process runner, the vectors and the simulator drive this one machine. It resolves moves
+inside the stage tree (`Enter`, `Finish`) by itself and returns at every command that needs the world.
+Pure: no I/O, no clock; times, ids and chance are handed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from handrail.agent import trace
+from handrail.agent.budget import CODE_OF, Budget, BudgetLeft, CallLimits, Phase
+from handrail.agent.canonical import Json
+from handrail.agent.errors import InvariantBroken
+from handrail.agent.stage import (
+    OBSERVATION_WINDOW,
+    Approved,
+    AskModel,
+    ChildDone,
+    Command,
+    Enter,
+    Event,
+    Finish,
+    Frame,
+    InvokeTool,
+    Observation,
+    Park,
+    ParkKind,
+    Refused,
+    Resolved,
+    Result,
+    Stop,
+    Succeeded,
+    View,
+)
+from handrail.agent.status import (
+    STOPS,
+    TERMINAL,
+    Category,
+    Reason,
+    RunEvent,
+    RunStatus,
+    category_of,
+    next_status,
+)
+from handrail.agent.tools import Principal, RunFacts
+from handrail.agent.trace import TraceEvent
+from handrail.agent.workflow import Workflow
+
+_S, _E = RunStatus, RunEvent
+
+
+class Level(NamedTuple):
+    """One level of a run's position: the stage's name below its parent ("" for the root) and its frame."""
+
+    name: str
+    frame: Frame
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """The public and authoritative state of one run, as the ledger stores it between two steps.
+
+    `pending` is the command that the next claim executes; `told` an event that arrived while the run
+    rested (an approval, an answer, a proof) and is delivered instead. `observations` is a window, oldest first; `observation_count` counts all.
+    """
+
+    run_id: str
+    tenant: str
+    workflow: str
+    workflow_version: str
+    goal: str
+    principal: Principal
+    budget: Budget
+    limits: CallLimits
+    left: BudgetLeft
+    input: Json = None
+    status: RunStatus = RunStatus.QUEUED
+    reason: Reason | None = None
+    step: int = 0
+    state_version: int = 0
+    levels: tuple[Level, ...] = ()
+    pending: Command | None = None
+    told: Event | None = None
+    answer: Json = None
+    observations: tuple[Observation, ...] = ()
+    observation_count: int = 0
+    outputs: Mapping[str, Json] = field(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def model_calls(self) -> int:
+        """Model calls charged so far."""
+        return self.budget.model_calls - self.left.model_calls
+
+    @property
+    def tool_calls(self) -> int:
+        """Tool calls charged so far, without one that is reserved and not started."""
+        return self.budget.tool_calls - self.left.tool_calls_available
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """Where the run is in the stage tree."""
+        return tuple(level.name for level in self.levels[1:])
+
+    def view(
+        self,
+        *,
+        remaining_ms: int,
+        cancelled: bool = False,
+        deadline_at: int | None = None,
+        random: float = 0.5,
+    ) -> View:
+        """What the stages may know now."""
+        return View(
+            run=RunFacts(
+                run_id=self.run_id,
+                tenant=self.tenant,
+                goal=self.goal,
+                principal=self.principal,
+                input=self.input,
+                outputs=self.outputs,
+                tool_calls=self.tool_calls,
+            ),
+            budget=self.left,
+            limits=self.limits,
+            remaining_ms=remaining_ms,
+            state_version=self.state_version,
+            step=self.step,
+            cancelled=cancelled,
+            observations=self.observations,
+            observation_count=self.observation_count,
+            model_calls=self.model_calls,
+            deadline_at=deadline_at,
+            random=random,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The machine's answer: the state after, what to do next, and what to record.
+
+    `command` is what `state.pending` holds unless the run stopped. `observation` and `outputs` are new and
+    go into rows of their own.
+    """
+
+    state: RunState
+    command: Command
+    events: tuple[TraceEvent, ...] = ()
+    observation: Observation | None = None
+    outputs: Mapping[str, Json] = field(default_factory=lambda: MappingProxyType({}))
+
+
+def start(workflow: Workflow, state: RunState, view: View) -> Turn:
+    """Put a run that was accepted at its first command; its status does not move."""
+    move = workflow.start(view)
+    root = replace(state, levels=(Level("", move.frame),))
+    return _run(workflow, root, move.command, view, [])
+
+
+def on(workflow: Workflow, state: RunState, event: Event, view: View) -> Turn:
+    """Tell the run what happened and return what follows."""
+    events: list[TraceEvent] = []
+    state = _moves_of(state, event, events)
+    if not state.levels:
+        raise InvariantBroken(f"run {state.run_id} was never started")
+    level = state.levels[-1]
+    move = workflow.stage_at(state.path).on(level.frame, event, view)
+    events += move.events
+    state = replace(state, levels=(*state.levels[:-1], level._replace(frame=move.frame)))
+    if move.round_done:
+        state = replace(state, step=state.step + 1)
+    if move.observation is not None:
+        state = _observed(state, move.observation)
+    state = replace(state, told=None)
+    turn = _run(workflow, state, move.command, _moved(view, state), events)
+    return replace(turn, observation=move.observation)
+
+
+def stop(
+    state: RunState, reason: Reason, view: View, detail: Mapping[str, Json] | None = None
+) -> Turn:
+    """Stop a run from outside its stages: a refused claim, a cancellation, a lost worker."""
+    events: list[TraceEvent] = []
+    command = Stop(reason, detail or {})
+    state = _stopped(state, command, view, events)
+    return Turn(state, command, tuple(events))
+
+
+def moved(state: RunState, event: RunEvent, events: list[TraceEvent]) -> RunState:
+    """Make one move of the transition table and record it, if the status changes."""
+    status = next_status(state.run_id, state.status, event)
+    if status is not state.status:
+        detail: dict[str, Json] = {"event": event.value, "from": state.status, "to": status}
+        events.append(TraceEvent(trace.RUN_MOVED, state.step, detail))
+        state = replace(state, status=status)
+    return state
+
+
+def resumed(state: RunState, event: RunEvent, events: list[TraceEvent], **detail: Json) -> RunState:
+    """Open the next episode of a run that rested."""
+    before = state.status
+    state = moved(state, event, events)
+    events.append(
+        TraceEvent(trace.RUN_RESUMED, state.step, {"from": before, "cause": event.value, **detail})
+    )
+    return replace(state, reason=None)
+
+
+def phase_of(workflow: Workflow, state: RunState) -> Phase:
+    """What the claim that goes on from this state has to pay for."""
+    if state.told is not None:
+        return Phase.RESUME
+    match state.pending:
+        case AskModel():
+            return Phase.DECIDE
+        case InvokeTool() as command:
+            return Phase.WRITE if _writes(workflow, command) else Phase.READ
+    return Phase.RESUME
+
+
+def claimed(state: RunState, phase: Phase, events: list[TraceEvent]) -> RunState:
+    """Make and record the move that a claim means; the ledger's claim makes it in its own row."""
+    if state.status is _S.QUEUED:
+        state = moved(state, _E.STEP_CLAIMED, events)
+    if phase is Phase.WRITE and state.status is _S.RUNNING:
+        state = moved(state, _E.CHECKPOINT_RESUMED, events)
+    return state
+
+
+# ---- inside one turn ----------------------------------------------------------------------------------
+
+
+def _run(
+    workflow: Workflow,
+    state: RunState,
+    command: Command,
+    view: View,
+    events: list[TraceEvent],
+) -> Turn:
+    """Resolve moves inside the tree until a command needs the world."""
+    outputs: dict[str, Json] = {}
+    while True:
+        match command:
+            case Enter(child):
+                stage = workflow.stage_at((*state.path, child))
+                move = stage.start(view)
+                state = replace(state, levels=(*state.levels, Level(child, move.frame)))
+            case Finish(output, fact):
+                name = state.path[-1]
+                key = "/".join(state.path)
+                outputs[key] = output
+                state = _finished(state, key, output, fact, events)
+                view = _moved(view, state)
+                level = state.levels[-1]
+                stage = workflow.stage_at(state.path)
+                move = stage.on(level.frame, ChildDone(name, output), view)
+                levels = (*state.levels[:-1], level._replace(frame=move.frame))
+                state = replace(state, levels=levels)
+            case Stop():
+                state = _stopped(state, command, view, events)
+                return Turn(state, command, tuple(events), outputs=outputs)
+            case _ if state.status is _S.CANCELLING:
+                command = Stop(Reason.CANCELLED)  # nothing starts after cancel
+                continue
+            case Park():
+                state = _parked(state, command, events)
+                return Turn(state, command, tuple(events), outputs=outputs)
+            case _:
+                state = replace(state, pending=command)
+                if isinstance(command, InvokeTool) and _writes(workflow, command):
+                    state = _towards_execution(state, command, events)
+                return Turn(state, command, tuple(events), outputs=outputs)
+        events += move.events
+        command = move.command
+
+
+def _moves_of(state: RunState, event: Event, events: list[TraceEvent]) -> RunState:
+    """Make the status moves that a tool's result means, before its stage judges it."""
+    if isinstance(event, Result) and state.status is _S.RUNNING:
+        # A read was never durable as `executing`: the commit traces both moves.
+        assert isinstance(state.pending, InvokeTool)
+        state = _towards_execution(state, state.pending, events)
+    if isinstance(event, Resolved) and state.status is _S.EXECUTING:
+        return moved(state, _E.RESULT_VERIFIED, events)  # another run's recorded result
+    if isinstance(event, Approved) and state.status is _S.EXECUTING:
+        return state
+    if isinstance(event, Result) and event.settled and state.status is _S.EXECUTING:
+        if isinstance(event.reply, Succeeded):
+            state = moved(state, _E.RESULT_VERIFIED, events)
+        elif isinstance(event.reply, Refused) and event.reply.retryable:
+            state = moved(state, _E.RETRYABLE_FAILURE, events)
+    return state
+
+
+def _towards_execution(state: RunState, command: InvokeTool, events: list[TraceEvent]) -> RunState:
+    if state.status is _S.QUEUED:  # a workflow whose first stage writes: its first claim moves it
+        return state
+    # The same two moves whoever chose the call: a model's proposal, or the program's own checkpoint.
+    cause = _E.CHECKPOINT_RESUMED if command.fixed else _E.PROPOSAL_ALLOWED
+    return state if state.status is _S.EXECUTING else moved(state, cause, events)
+
+
+def _finished(
+    state: RunState, key: str, output: Json, fact: bool, events: list[TraceEvent]
+) -> RunState:
+    version = state.state_version + fact
+    events.append(
+        TraceEvent(trace.STAGE_FINISHED, state.step, {"stage": key, "new_version": version})
+    )
+    return replace(
+        state,
+        levels=state.levels[:-1],
+        outputs=MappingProxyType({**state.outputs, key: output}),
+        state_version=version,
+    )
+
+
+def _observed(state: RunState, observation: Observation) -> RunState:
+    return replace(
+        state,
+        observations=(*state.observations, observation)[-OBSERVATION_WINDOW:],
+        observation_count=state.observation_count + 1,
+        state_version=state.state_version + 1,
+    )
+
+
+def _moved(view: View, state: RunState) -> View:
+    """The same moment, seen from the state after."""
+    return replace(
+        view,
+        run=replace(view.run, outputs=state.outputs, tool_calls=state.tool_calls),
+        budget=state.left,
+        state_version=state.state_version,
+        step=state.step,
+        observations=state.observations,
+        observation_count=state.observation_count,
+    )
+
+
+def _parked(state: RunState, park: Park, events: list[TraceEvent]) -> RunState:
+    if state.status is _S.EXECUTING:
+        state = moved(state, _E.RESULT_VERIFIED, events)
+    event = _E.APPROVAL_NEEDED if park.kind is ParkKind.APPROVAL else _E.QUESTION_ASKED
+    state = moved(state, event, events)
+    if park.action is not None:
+        events.append(
+            TraceEvent(
+                trace.APPROVAL_REQUESTED,
+                state.step,
+                {
+                    "tool": park.action.tool,
+                    "arguments_hash": park.action.arguments_hash,
+                    "stateVersion": state.state_version,
+                },
+            )
+        )
+    return replace(state, pending=park)
+
+
+#: Stops that the table reaches only while a tool is being executed.
+_ONLY_EXECUTING: Final = frozenset({_E.TOOL_FAILED, _E.INTENT_WITH_PERSON, _E.APPROVAL_EXPIRED})
+
+
+def _stopped(state: RunState, command: Stop, view: View, events: list[TraceEvent]) -> RunState:
+    if state.status is _S.CANCELLING and command.reason not in _CANCELLING_STOPS:
+        command = Stop(Reason.CANCELLED, command.detail)  # it was asked to cancel before it stopped
+    event, category = STOPS[command.reason]
+    if state.status is _S.CANCELLING and command.reason is Reason.CANCELLED:
+        event = _E.CANCEL_SETTLED
+    if event in _ONLY_EXECUTING and state.status is _S.RUNNING:
+        state = moved(state, _E.CHECKPOINT_RESUMED, events)
+    if state.status is _S.EXECUTING and event not in _EXECUTING_STOPS:
+        state = moved(state, _E.LEASE_RETURNED, events)
+    state = moved(state, event, events)
+    left = state.left.settled()
+    rests = state.status not in TERMINAL
+    state = replace(
+        state,
+        reason=command.reason,
+        left=left,
+        answer=command.answer if command.reason is Reason.COMPLETED else None,
+        pending=state.pending if rests else None,
+    )
+    if command.reason is Reason.COMPLETED:
+        rounds = state.budget.steps - left.steps
+        summary: dict[str, Json] = {"steps": rounds, "tool_calls": state.tool_calls}
+        events.append(TraceEvent(trace.RUN_COMPLETED, state.step, summary))
+    events.append(
+        TraceEvent(
+            trace.RUN_STOPPED, state.step, stop_detail(state, command, category, view.remaining_ms)
+        )
+    )
+    return state
+
+
+_CANCELLING_STOPS: Final = frozenset({Reason.CANCELLED, Reason.UNKNOWN_EFFECT})
+_EXECUTING_STOPS: Final = frozenset(
+    {
+        _E.TOOL_FAILED,
+        _E.INTENT_CONFLICT,
+        _E.INTENT_WITH_PERSON,
+        _E.APPROVAL_EXPIRED,
+        _E.BUDGET_SPENT,
+        _E.EFFECT_UNKNOWN,
+        _E.WORKER_LOST,
+        _E.VERSION_UNAVAILABLE,
+        _E.CANCEL_AT_REST,
+    }
+)
+
+
+def stop_detail(
+    state: RunState, command: Stop, category: Category, remaining_ms: int
+) -> dict[str, Json]:
+    """Explain a stop: stable reason, snapshot of all budgets, products so far, pointers to evidence."""
+    left = state.left.snapshot()
+    limits = {**state.budget.to_json(), "per_tool": None}
+    used: dict[str, Json] = {
+        name: limit - left[name] for name, limit in limits.items() if name in left
+    }
+    used["deadline_ms"] = state.budget.deadline_ms - max(0, remaining_ms)
+    detail: dict[str, Json] = {
+        "reason": command.reason.value,
+        "category": category.value,
+        "status": state.status.value,
+        "stateVersion": state.state_version,
+        "remainingModelCalls": max(0, state.left.model_calls),
+        "remainingToolCalls": max(0, state.left.tool_calls_available),
+        "budget_left": {**left, "deadline_ms": max(0, remaining_ms)},
+        "budget_used": used,
+        "products": {"outputs": [*sorted(state.outputs)], "observations": state.observation_count},
+        "evidence_ref": f"trace:{state.run_id}",
+    }
+    if category_of(command.reason) is Category.BUDGET:
+        detail["exhausted"] = command.reason.value
+    code = CODE_OF.get(command.reason)
+    if code is not None:
+        detail["code"] = code.value
+    for key, value in command.detail.items():
+        detail.setdefault(key, value)
+    return detail
+
+
+def _writes(workflow: Workflow, command: InvokeTool) -> bool:
+    return workflow.tool_named(command.tool).contract.side_effect.writes
+
+
+__all__ = [
+    "Level",
+    "RunState",
+    "Turn",
+    "claimed",
+    "moved",
+    "on",
+    "phase_of",
+    "resumed",
+    "start",
+    "stop",
+    "stop_detail",
+]

@@ -1,0 +1,927 @@
+"""Every decision about a run and its effect that is made under the row's lock.
+
+The ledger locks the run row, then its effect, hands both in as a `Locked` value and writes the `Ruling`
+that comes back, in one transaction. What a cancel, a lost lease, a dispatch, a receipt or a query's answer
+means is said here and nowhere else. Pure: no I/O, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final, TypeAlias
+
+from handrail.agent import machine, trace
+from handrail.agent.canonical import Json, canonical
+from handrail.agent.commands import command_to_json
+from handrail.agent.effects import (
+    QUERIES_PER_DISPATCH,
+    Answer,
+    Applied,
+    AskAgain,
+    Conclusion,
+    Doubt,
+    Effect,
+    EffectStatus,
+    GiveUp,
+    NoAnswer,
+    ProvedAbsent,
+    ProvedApplied,
+    SendAgain,
+    Trigger,
+    believed_absent,
+    classify,
+    first_query_at,
+    may_send,
+    trigger_of,
+    without_query,
+)
+from handrail.agent.machine import RunState, Turn
+from handrail.agent.stage import (
+    Answered,
+    Approved,
+    Doubtful,
+    End,
+    InvokeTool,
+    Observation,
+    Park,
+    Refused,
+    Reply,
+    Resolved,
+    Result,
+    Stop,
+    Succeeded,
+    View,
+)
+from handrail.agent.status import (
+    CLAIMABLE,
+    TERMINAL,
+    Reason,
+    RunEvent,
+    RunStatus,
+    category_of,
+)
+from handrail.agent.trace import TraceEvent
+from handrail.agent.workflow import Workflow
+
+_S, _E = RunStatus, RunEvent
+
+#: A dispatch must leave its worker this long to record the outcome before the lease runs out.
+LEASE_MARGIN_MS: Final = 5_000
+#: How long a run waits before it asks again for an intent that is in flight elsewhere.
+ELSEWHERE_MS: Final = 2_000
+#: While a query is under way, nobody else asks.
+QUERY_LEASE_MS: Final = 30_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Approval:
+    """A request for consent, as the ledger holds it."""
+
+    id: str
+    status: str
+    tool: str
+    contract_version: str
+    intent_key: str | None
+    arguments_hash: str
+    state_version: int
+    expires_at: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Locked:
+    """A run and its effect under lock. Instants are milliseconds by the ledger's clock."""
+
+    state: RunState
+    now: int
+    epoch: int
+    claim_id: str | None
+    lease_until: int | None
+    due_at: int | None
+    deadline_at: int | None
+    remaining_ms: int | None
+    expires_at: int
+    attempts: int
+    cancel_requested: bool
+    effect: Effect | None = None
+    other_holders: int = 0
+    approval: Approval | None = None
+    known: bool = False  # the observation that the sender's reply adds is in the state already
+
+    @property
+    def lease_live(self) -> bool:
+        """Whether somebody holds the right to run a step."""
+        return self.lease_until is not None and self.lease_until > self.now
+
+    @property
+    def left_ms(self) -> int:
+        """Working time left."""
+        if self.deadline_at is None:
+            return self.remaining_ms or 0
+        return self.deadline_at - self.now
+
+    @property
+    def own_effect(self) -> EffectStatus | None:
+        """The status of the run's own effect; None where it has none, or another run dispatched it."""
+        if self.effect is None or self.effect.owner_run_id not in (None, self.state.run_id):
+            return None
+        return self.effect.status
+
+    def view(self, *, cancelled: bool | None = None) -> View:
+        """What the stages may know at this moment."""
+        wish = self.cancel_requested if cancelled is None else cancelled
+        return self.state.view(
+            remaining_ms=self.left_ms, cancelled=wish, deadline_at=self.deadline_at
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ruling:
+    """What is to be written, in the transaction that holds the lock.
+
+    `lease`: `keep` it, `release` it, or `take` it over (released, and the epoch raised, so that whoever
+    held it is fenced off). `wake_in_ms` overrides when the sweep looks again. `publish`: a step is due.
+    """
+
+    state: RunState
+    events: tuple[TraceEvent, ...] = ()
+    observation: Observation | None = None
+    outputs: Mapping[str, Json] = field(default_factory=dict)
+    effect: Effect | None = None
+    lease: str = "release"
+    attempts: int | None = None
+    due_in_ms: int = 0
+    wake_in_ms: int | None = None
+    wish: bool = False
+    park: Park | None = None
+    approval_status: str | None = None
+    decided_by: str | None = None
+    joins: bool = False  # the run becomes a holder of its effect
+    consumes_approval: bool = False
+    charges_tool: str | None = None
+    evidence: tuple[str, Mapping[str, Json]] | None = None
+    handoff: Mapping[str, Json] | None = None
+    deadline_in_ms: int | None = None
+    lease_ms: int | None = None
+
+    @property
+    def publish(self) -> bool:
+        """Whether a step of the run is due now."""
+        return self.state.status in CLAIMABLE and self.lease != "keep" and self.due_in_ms == 0
+
+
+# ---- a step's own decisions ---------------------------------------------------------------------------------
+
+
+def settle_turn(turn: Turn, effect: Effect | None = None) -> Ruling:
+    """Write a turn of the machine as it is."""
+    state = turn.state
+    return Ruling(
+        state=replace(state, left=state.left.settled()),
+        events=turn.events,
+        observation=turn.observation,
+        outputs=turn.outputs,
+        park=turn.command if isinstance(turn.command, Park) else None,
+        handoff=handoff_of(state, effect) if state.status is _S.HANDED_OFF else None,
+        attempts=0,
+    )
+
+
+def give_back(locked: Locked, problem: str, *, due_in_ms: int) -> Ruling:
+    """Give the lease back without a charge: the write cannot happen now."""
+    if locked.cancel_requested:
+        return _stop(locked, Reason.CANCELLED)
+    events = [TraceEvent("step.deferred", locked.state.step, {"problem": problem})]
+    state = machine.moved(locked.state, _E.LEASE_RETURNED, events)
+    attempts = max(0, locked.attempts - 1)  # a lease given back is no attempt
+    return Ruling(state=state, events=tuple(events), due_in_ms=due_in_ms, attempts=attempts)
+
+
+# ---- dispatch -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Go:
+    """The dispatch is committed: call the tool until `deadline_at` with this effect's key."""
+
+    effect: Effect
+    deadline_at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Halt:
+    """Nothing is sent: the ruling says what becomes of the run."""
+
+    code: str
+
+
+Dispatch: TypeAlias = Go | Halt
+
+
+def dispatch(
+    locked: Locked,
+    command: InvokeTool,
+    *,
+    claim_id: str,
+    call_ms: int,
+    max_stall_ms: int | None,
+) -> tuple[Ruling | None, Dispatch]:
+    """Decide whether a write may be sent now; source: the effect protocol's dispatch.
+
+    The run must be mine, executing and not wished to be cancelled; the effect must be free; approval and
+    tool call are consumed in the same transaction.
+    """
+    state, effect = locked.state, locked.effect
+    assert effect is not None
+    if locked.claim_id != claim_id or not locked.lease_live:
+        return None, Halt("not-mine")
+    if locked.cancel_requested:
+        return _stop(locked, Reason.CANCELLED), Halt("cancelled")
+    if state.status is not _S.EXECUTING:
+        return None, Halt("not-mine")
+    if effect.arguments_hash != command.arguments_hash or effect.status is EffectStatus.COMPENSATED:
+        problem = "the intent exists with other arguments, or was undone"
+        return _stop(locked, Reason.INTENT_CONFLICT, problem=problem), Halt("intent-conflict")
+    mine = effect.owner_run_id in (None, state.run_id)
+    match effect.status:
+        case EffectStatus.APPLIED:
+            return _takes_recorded(locked, effect), Halt("recorded")
+        case EffectStatus.HANDED_OFF | EffectStatus.COMPENSATING | EffectStatus.CONTRADICTED:
+            return _with_person(locked, effect), Halt("with-person")
+        case EffectStatus.DISPATCHED | EffectStatus.UNKNOWN if not mine:
+            return give_back(locked, "intent-elsewhere", due_in_ms=ELSEWHERE_MS), Halt("elsewhere")
+        case EffectStatus.DISPATCHED:
+            return None, Halt("not-mine")
+    if command.state_version != state.state_version:
+        return _stop(locked, Reason.INVALID_PROPOSAL, problem="state moved on"), Halt("stale")
+    if effect.status is EffectStatus.UNKNOWN and not _released(locked):
+        return _unknown_again(locked, effect), Halt("unknown")
+    if locked.left_ms <= 0:
+        return spent(locked, Reason.DEADLINE_EXHAUSTED), Halt("deadline")
+    left = state.left
+    if left.tool_calls_available <= 0 or left.per_tool.get(command.tool, 1) <= 0:
+        return spent(locked, Reason.TOOL_CALL_BUDGET_EXHAUSTED), Halt("budget")
+    if not may_send(effect, now=locked.now, max_stall_ms=max_stall_ms):
+        return _handed_off(locked, effect, "it may not be sent again"), Halt("may-not-send")
+    consumes = command.approval and effect.approval_id is None
+    if consumes:
+        lacking = approval_problem(locked, command)
+        if lacking is not None:
+            return _stop(locked, Reason.APPROVAL_EXPIRED, problem=lacking), Halt("approval")
+    deadline_at = locked.now + min(call_ms, locked.left_ms)
+    sent = replace(
+        effect,
+        status=EffectStatus.DISPATCHED,
+        token=effect.token + 1,
+        dispatcher=claim_id,
+        owner_run_id=state.run_id,
+        attempts=effect.attempts + 1,
+        doubt=Doubt.UNPROVEN if effect.status is EffectStatus.UNKNOWN else effect.doubt,
+        first_dispatched_at=effect.first_dispatched_at or locked.now,
+        dispatch_deadline_at=deadline_at,
+        queries_left=QUERIES_PER_DISPATCH,
+        absences=0,
+        unknown_since=None,
+        trigger=None,
+        next_query_at=None,
+        approval_id=locked.approval.id if consumes and locked.approval else effect.approval_id,
+    )
+    ruling = Ruling(
+        state=replace(state, left=left.tool_call_used(command.tool)),
+        events=(
+            TraceEvent(
+                trace.TOOL_STARTED,
+                state.step,
+                {
+                    "tool": command.tool,
+                    "tool_call_id": f"{effect.id}:{sent.token}",
+                    "timeout_ms": deadline_at - locked.now,
+                    "idempotency_key_hash": effect.id,
+                    "arguments_hash": command.arguments_hash,
+                },
+            ),
+        ),
+        effect=sent,
+        lease="keep",
+        lease_ms=deadline_at - locked.now + LEASE_MARGIN_MS,
+        joins=True,
+        consumes_approval=consumes,
+        charges_tool=command.tool,
+    )
+    return ruling, Go(sent, deadline_at)
+
+
+def approval_problem(locked: Locked, command: InvokeTool) -> str | None:
+    """Say why the approval at hand does not cover this command; None where it does, exactly."""
+    approval = locked.approval
+    if approval is None or approval.status != "approved":
+        return "there is no approval of it"
+    if approval.expires_at <= locked.now:
+        return "the approval is too old"
+    same = (
+        approval.tool == command.tool
+        and approval.contract_version == command.contract_version
+        and approval.intent_key == command.intent_key
+        and approval.arguments_hash == command.arguments_hash
+        and approval.state_version == command.state_version
+    )
+    return None if same else "something else was approved"
+
+
+# ---- the outcome of a dispatch ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a sender knows of its own attempt. `sent=False`: it never left, by the sender's own word."""
+
+    token: int
+    end: End
+    reply: Reply | None
+    bound: bool = False
+    sent: bool = True
+    evidence_id: str = ""
+
+
+def outcome(locked: Locked, workflow: Workflow, out: Outcome) -> Ruling:
+    """Commit what a sender says about its attempt, judged by the effect's token alone.
+
+    A cancel or a lost lease must not discard a receipt; whatever comes too late is kept as evidence and
+    is never a negative verdict.
+    """
+    effect = locked.effect
+    assert effect is not None
+    note = ("outcome", _outcome_detail(out))
+    if effect.token != out.token or effect.status is not EffectStatus.DISPATCHED:
+        return replace(_late(locked, effect, out), evidence=note)
+    status = classify(effect, out.end, out.reply) if out.sent else _unsent_status(effect)
+    ruling: Ruling
+    match status:
+        case EffectStatus.APPLIED:
+            ruling = _receipt(locked, workflow, effect, out)
+        case EffectStatus.ABSENT:
+            ruling = _own_word_absent(locked, workflow, effect, out)
+        case _:
+            ruling = _no_proof(locked, workflow, effect, out)
+    return replace(ruling, evidence=note)
+
+
+def _receipt(locked: Locked, workflow: Workflow, effect: Effect, out: Outcome) -> Ruling:
+    assert isinstance(out.reply, Succeeded)
+    proved = _applied(effect, out.reply.value, out.evidence_id)
+    if locked.cancel_requested:
+        return _applied_although_cancelled(replace(locked, effect=proved), proved)
+    event = Result(
+        out.end,
+        out.reply,
+        bound=out.bound,
+        known=locked.known,
+        evidence=out.evidence_id,
+    )
+    turn = machine.on(workflow, locked.state, event, locked.view())
+    return replace(settle_turn(turn, effect), effect=proved)
+
+
+def _own_word_absent(locked: Locked, workflow: Workflow, effect: Effect, out: Outcome) -> Ruling:
+    absent = replace(effect, status=EffectStatus.ABSENT, unknown_since=None, trigger=None)
+    if locked.cancel_requested:
+        return replace(_stop(locked, Reason.CANCELLED), effect=absent)
+    if not out.sent:
+        if locked.left_ms <= 0:
+            return replace(spent(locked, Reason.DEADLINE_EXHAUSTED), effect=absent)
+        return replace(give_back(locked, "never-sent", due_in_ms=0), effect=absent, attempts=None)
+    assert isinstance(out.reply, Refused)
+    event = Result(
+        out.end,
+        out.reply,
+        bound=out.bound,
+        known=locked.known,
+        evidence=out.evidence_id,
+    )
+    turn = machine.on(workflow, locked.state, event, locked.view())
+    return replace(settle_turn(turn, effect), effect=absent)
+
+
+def _no_proof(locked: Locked, workflow: Workflow, effect: Effect, out: Outcome) -> Ruling:
+    cancelled = locked.cancel_requested or out.end is End.CANCELLED
+    doubtful = _doubted(effect, locked.now, trigger_of(out.end, out.reply, cancelled=cancelled))
+    event = Result(out.end, out.reply, bound=out.bound, settled=False)
+    turn = machine.on(workflow, locked.state, event, locked.view(cancelled=cancelled))
+    return replace(settle_turn(turn, effect), effect=doubtful, wake_in_ms=first_query_at(0))
+
+
+def _late(locked: Locked, effect: Effect, out: Outcome) -> Ruling:
+    state = locked.state
+    unchanged = Ruling(state=state, lease="keep", wake_in_ms=None)
+    mine = effect.owner_run_id == state.run_id
+    receipt = isinstance(out.reply, Succeeded) and out.sent
+    if (
+        receipt
+        and mine
+        and effect.status is EffectStatus.UNKNOWN
+        and state.status is _S.RECONCILING
+    ):
+        assert isinstance(out.reply, Succeeded)
+        return proved_applied(locked, out.reply.value, out.evidence_id)
+    left = out.sent and not isinstance(out.reply, Refused)
+    if left and mine and effect.status is EffectStatus.ABSENT and effect.doubt is Doubt.BY_QUERY:
+        return contrary_evidence(locked)
+    return unchanged
+
+
+def contrary_evidence(locked: Locked) -> Ruling:
+    """A request left although its effect is believed absent: doubt again, or a contradiction."""
+    state, effect = locked.state, locked.effect
+    assert effect is not None
+    events: list[TraceEvent] = []
+    if state.status in TERMINAL:
+        package = handoff_of(state, effect, reason=Reason.CONTRADICTION)
+        return Ruling(
+            state=state,
+            effect=replace(effect, status=EffectStatus.CONTRADICTED),
+            handoff=package,
+            lease="keep",
+        )
+    state = machine.resumed(state, _E.CONTRARY_EVIDENCE, events)
+    doubtful = _doubted(effect, locked.now, Trigger.CONTRARY_EVIDENCE)
+    return Ruling(
+        state=replace(state, reason=Reason.UNKNOWN_EFFECT),
+        events=tuple(events),
+        effect=doubtful,
+        lease="take",
+        wake_in_ms=first_query_at(0),
+    )
+
+
+# ---- cancellation -----------------------------------------------------------------------------------------------
+
+
+def cancel(locked: Locked) -> Ruling | None:
+    """Set the wish and move the run; None where it has ended, or is wished already.
+
+    Unless the run's own effect is unknown the epoch stays: the lease holder may still commit what is true.
+    """
+    state = locked.state
+    if state.status in TERMINAL or locked.cancel_requested:
+        return None
+    events: list[TraceEvent] = [TraceEvent("cancel.requested", state.step, {})]
+    match state.status:
+        case _S.QUEUED | _S.AWAITING_APPROVAL | _S.AWAITING_INPUT:
+            return replace(
+                _stop(locked, Reason.CANCELLED, before=events),
+                wish=True,
+                approval_status="withdrawn",
+            )
+        case _S.RECONCILING | _S.HANDED_OFF:
+            state = machine.moved(state, _E.CANCEL_WISHED, events)
+            return Ruling(state=state, events=tuple(events), wish=True, lease="keep")
+    if locked.own_effect is EffectStatus.UNKNOWN:  # released for sending again, not yet sent
+        assert locked.effect is not None
+        turn = machine.stop(
+            state, Reason.UNKNOWN_EFFECT, locked.view(), {"trigger": Trigger.CANCELLATION.value}
+        )
+        return Ruling(
+            state=turn.state,
+            events=(*events, *turn.events),
+            effect=replace(locked.effect, trigger=Trigger.CANCELLATION),
+            lease="take",
+            wish=True,
+            wake_in_ms=first_query_at(0),
+        )
+    in_flight = locked.lease_live or locked.own_effect is EffectStatus.DISPATCHED
+    if in_flight or state.status is _S.AWAITING_BRANCHES:
+        state = machine.moved(state, _E.CANCEL_IN_FLIGHT, events)
+        return Ruling(state=state, events=tuple(events), wish=True, lease="keep")
+    return replace(_stop(locked, Reason.CANCELLED, before=events), wish=True)
+
+
+# ---- what the sweep finds ---------------------------------------------------------------------------------------
+
+
+def wake(locked: Locked, *, max_attempts: int, max_stall_ms: int | None) -> Ruling | None:
+    """Decide what becomes of a run that the sweep has to look at; None: nothing but to look later.
+
+    A reconciling run's effect is given a query here, which is paid for before it is asked.
+    """
+    state = locked.state
+    if state.status in TERMINAL or state.status is _S.HANDED_OFF:
+        return None
+    if locked.lease_until is not None:
+        return None if locked.lease_live else _lease_lost(locked, max_attempts)
+    match state.status:
+        case _S.AWAITING_APPROVAL | _S.AWAITING_INPUT:
+            return _parked_too_long(locked)
+        case _S.RECONCILING:
+            return _reconcile(locked, max_stall_ms)
+        case _S.CANCELLING:
+            return _cancelling_at_rest(locked)
+    if locked.cancel_requested:
+        return _stop(locked, Reason.CANCELLED)
+    if locked.now >= locked.expires_at:
+        return spent(locked, Reason.EXPIRED)
+    if locked.left_ms <= 0:
+        return spent(locked, Reason.DEADLINE_EXHAUSTED)
+    return None
+
+
+def _lease_lost(locked: Locked, max_attempts: int) -> Ruling:
+    state, effect = locked.state, locked.effect
+    if locked.own_effect in (EffectStatus.DISPATCHED, EffectStatus.UNKNOWN):
+        assert effect is not None
+        trigger = Trigger.CANCELLATION if locked.cancel_requested else Trigger.WORKER_LOST
+        events = (
+            TraceEvent(
+                trace.RECONCILIATION_REQUIRED,
+                state.step,
+                {
+                    "tool": effect.tool,
+                    "trigger": trigger.value,
+                    "recovery": "query" if effect.terms.can_query else "human",
+                },
+            ),
+        )
+        turn = machine.stop(state, Reason.UNKNOWN_EFFECT, locked.view(), {"trigger": trigger.value})
+        return Ruling(
+            state=turn.state,
+            events=(*events, *turn.events),
+            effect=_doubted(effect, locked.now, trigger),
+            lease="take",
+            wake_in_ms=first_query_at(0),
+        )
+    if locked.cancel_requested or state.status is _S.CANCELLING:
+        return replace(_stop(locked, Reason.CANCELLED), lease="take")
+    if locked.attempts >= max_attempts:
+        turn = machine.stop(state, Reason.WORKER_LOST, locked.view(), {"attempts": locked.attempts})
+        return Ruling(
+            state=turn.state,
+            events=turn.events,
+            lease="take",
+            handoff=handoff_of(turn.state, effect),
+        )
+    if locked.left_ms <= 0:
+        return replace(spent(locked, Reason.DEADLINE_EXHAUSTED), lease="take")
+    events_: list[TraceEvent] = [
+        TraceEvent("lease.lost", state.step, {"attempts": locked.attempts})
+    ]
+    state = machine.moved(state, _E.LEASE_LOST, events_)
+    # What was reserved may have been used by the worker that is gone: it stays charged.
+    left = replace(state.left, tool_calls_reserved=0)
+    return Ruling(state=replace(state, left=left), events=tuple(events_), lease="take")
+
+
+def _cancelling_at_rest(locked: Locked) -> Ruling:
+    if locked.own_effect in (EffectStatus.DISPATCHED, EffectStatus.UNKNOWN):
+        return _lease_lost(locked, max_attempts=0)
+    return replace(_stop(locked, Reason.CANCELLED), lease="take")
+
+
+def _parked_too_long(locked: Locked) -> Ruling | None:
+    state = locked.state
+    if locked.now >= locked.expires_at:
+        events: list[TraceEvent] = []
+        moved = machine.moved(state, _E.EXPIRED, events)
+        return replace(_ended(locked, moved, Reason.EXPIRED, events), approval_status="expired")
+    pending = state.pending
+    approval = locked.approval
+    if state.status is _S.AWAITING_APPROVAL and approval is not None:
+        if locked.now >= approval.expires_at:
+            return replace(_stop(locked, Reason.APPROVAL_EXPIRED), approval_status="expired")
+        return None
+    if state.status is _S.AWAITING_INPUT and not isinstance(pending, Park):
+        return None  # a question expires with the run
+    return None
+
+
+def _reconcile(locked: Locked, max_stall_ms: int | None) -> Ruling:
+    """Give the unknown effect its next query, or settle what no query can."""
+    state, effect = locked.state, locked.effect
+    if effect is None or effect.status is not EffectStatus.UNKNOWN:
+        return Ruling(state=state, lease="keep", wake_in_ms=QUERY_LEASE_MS)
+    if effect.terms.can_query and effect.queries_left > 0:
+        asked = replace(
+            effect,
+            queries_left=effect.queries_left - 1,
+            next_query_at=locked.now + QUERY_LEASE_MS,
+        )
+        return Ruling(state=state, effect=asked, lease="keep", wake_in_ms=QUERY_LEASE_MS)
+    conclusion = without_query(effect, now=locked.now, max_stall_ms=max_stall_ms)
+    return concluded(locked, conclusion, max_stall_ms=max_stall_ms)
+
+
+def concluded(locked: Locked, conclusion: Conclusion, *, max_stall_ms: int | None) -> Ruling:
+    """Write what was concluded about the run's unknown effect."""
+    state, effect = locked.state, locked.effect
+    assert effect is not None
+    match conclusion:
+        case ProvedApplied(value, evidence):
+            return proved_applied(locked, value, evidence)
+        case ProvedAbsent():
+            return _proved_absent(locked, effect, max_stall_ms)
+        case AskAgain(at, absences, queries_left):
+            asked = replace(effect, next_query_at=at, absences=absences, queries_left=queries_left)
+            wait = max(0, at - locked.now)
+            return Ruling(state=state, effect=asked, lease="keep", wake_in_ms=wait)
+        case SendAgain():
+            return _released_for_sending(locked, effect)
+        case GiveUp(problem):
+            return _handed_off(locked, effect, problem)
+
+
+def with_evidence(ruling: Ruling, answer: Answer, sent_at: int) -> Ruling:
+    """Keep a query's answer beside what was concluded from it."""
+    detail: dict[str, Json] = {"answer": type(answer).__name__.lower(), "sent_at": sent_at}
+    match answer:
+        case Applied(value, evidence):
+            detail.update({"record": value, "evidence": evidence})
+        case NoAnswer(problem):
+            detail["problem"] = problem
+    return replace(ruling, evidence=("query", detail))
+
+
+def query_returned(locked: Locked, token: int) -> Ruling | None:
+    """Give a query back that was paid for and not asked: nobody here knows the tool."""
+    effect = locked.effect
+    if effect is None or effect.token != token or effect.status is not EffectStatus.UNKNOWN:
+        return None
+    again = replace(effect, queries_left=effect.queries_left + 1)
+    return Ruling(state=locked.state, effect=again, lease="keep", wake_in_ms=QUERY_LEASE_MS)
+
+
+def proved_applied(locked: Locked, value: Json, evidence: str) -> Ruling:
+    """The unknown effect happened: go on as the workflow says, or settle the wish to cancel."""
+    effect = locked.effect
+    assert effect is not None
+    proved = _applied(effect, value, evidence)
+    events = [_resolved_event(locked, "applied", evidence)]
+    if locked.cancel_requested:
+        return _applied_although_cancelled(replace(locked, effect=proved), proved, events)
+    state = machine.resumed(locked.state, _E.PROVED_APPLIED, events, evidence_ref=evidence)
+    return Ruling(
+        state=replace(state, told=_resolved(value, evidence)),
+        events=tuple(events),
+        effect=proved,
+        lease="take",
+    )
+
+
+def _proved_absent(locked: Locked, effect: Effect, max_stall_ms: int | None) -> Ruling:
+    absent = replace(believed_absent(effect), unknown_since=None)
+    state = locked.state
+    events = [_resolved_event(locked, "absent", f"effect:{effect.id}")]
+    if locked.cancel_requested:
+        ended = machine.moved(state, _E.PROVED_ABSENT_CANCELLED, events)
+        return replace(_ended(locked, ended, Reason.CANCELLED, events), effect=absent)
+    sendable = may_send(absent, now=locked.now, max_stall_ms=max_stall_ms)
+    if sendable and locked.left_ms > 0 and state.left.tool_calls_available > 0:
+        state = machine.resumed(state, _E.PROVED_ABSENT, events)
+        return Ruling(state=state, events=tuple(events), effect=absent, lease="take")
+    failed = machine.moved(state, _E.PROVED_ABSENT_FAILED, events)
+    detail: dict[str, Json] = {"evidence": "absent", "effect": effect.id}
+    return replace(_ended(locked, failed, Reason.TOOL_FAILED, events, detail), effect=absent)
+
+
+def _released_for_sending(locked: Locked, effect: Effect) -> Ruling:
+    if (
+        locked.cancel_requested
+        or locked.left_ms <= 0
+        or locked.state.left.tool_calls_available <= 0
+    ):
+        return _handed_off(locked, effect, "the key could be sent again, but the run may not")
+    events: list[TraceEvent] = []
+    state = machine.resumed(locked.state, _E.RELEASED, events)
+    return Ruling(state=state, events=tuple(events), lease="take")
+
+
+def _released(locked: Locked) -> bool:
+    """An unknown effect of a run that executes again was released for sending the same key again."""
+    return locked.state.status is _S.EXECUTING and locked.own_effect is EffectStatus.UNKNOWN
+
+
+# ---- people -------------------------------------------------------------------------------------------------------
+
+
+def approve(locked: Locked, *, approver: str) -> Ruling | None:
+    """Record consent and set the run going with the time that it had left; None where it waits for none."""
+    approval = locked.approval
+    if locked.state.status is not _S.AWAITING_APPROVAL or approval is None:
+        return None
+    if approval.status != "pending":
+        return None
+    if locked.now >= approval.expires_at or locked.now >= locked.expires_at:
+        return _parked_too_long(locked)
+    events: list[TraceEvent] = [
+        TraceEvent(
+            "approval.given",
+            locked.state.step,
+            {"approval_id": approval.id, "arguments_hash": approval.arguments_hash},
+        )
+    ]
+    state = machine.moved(locked.state, _E.APPROVED, events)
+    told = Approved(approval.id, approver)
+    return Ruling(
+        state=replace(state, told=told),
+        events=tuple(events),
+        approval_status="approved",
+        decided_by=approver,
+        deadline_in_ms=locked.remaining_ms or 0,
+    )
+
+
+def reject(locked: Locked, *, approver: str, comment: str) -> Ruling | None:
+    """Record a refusal: the run stops and the tool is never called."""
+    if locked.state.status is not _S.AWAITING_APPROVAL or locked.approval is None:
+        return None
+    return replace(
+        _stop(locked, Reason.APPROVAL_REJECTED, comment=comment),
+        approval_status="rejected",
+        decided_by=approver,
+    )
+
+
+def answer(locked: Locked, *, text: str, author: str) -> Ruling | None:
+    """Give the asked-for input and set the run going with the time that it had left."""
+    if locked.state.status is not _S.AWAITING_INPUT:
+        return None
+    events: list[TraceEvent] = []
+    state = machine.resumed(locked.state, _E.ANSWERED, events)
+    return Ruling(
+        state=replace(state, told=Answered(text, author)),
+        events=tuple(events),
+        deadline_in_ms=locked.remaining_ms or 0,
+    )
+
+
+def handoff_of(
+    state: RunState, effect: Effect | None, *, reason: Reason | None = None
+) -> dict[str, Json]:
+    """Everything that a person needs: goal, verified facts, pending action, budget left, trace pointer."""
+    pending: Json = "none"
+    if state.pending is not None:
+        pending = command_to_json(state.pending)
+    package: dict[str, Json] = {
+        "goal": state.goal,
+        "reason": (reason or state.reason or Reason.HANDOFF_REQUIRED).value,
+        "status": state.status.value,
+        "subject": state.principal.subject,
+        "verified": {
+            "outputs": dict(state.outputs),
+            "observations": [o.text for o in state.observations],
+        },
+        "pending_action": pending,
+        "budget_left": dict(state.left.snapshot()),
+        "trace": f"trace:{state.run_id}",
+    }
+    if effect is not None:
+        package["effect"] = {
+            "id": effect.id,
+            "tool": effect.tool,
+            "intent_key": effect.intent_key,
+            "arguments": dict(effect.arguments),
+            "status": effect.status.value,
+            "attempts": effect.attempts,
+            "trigger": effect.trigger.value if effect.trigger else None,
+            "evidence": effect.evidence,
+        }
+    return package
+
+
+# ---- shared -------------------------------------------------------------------------------------------------------
+
+
+def _takes_recorded(locked: Locked, effect: Effect) -> Ruling:
+    """The intent took effect before, here or in another run: rest on the recorded result."""
+    ruling = give_back(locked, "recorded", due_in_ms=0)
+    evidence = effect.evidence or f"effect:{effect.id}"
+    told = _resolved(effect.result, evidence)
+    return replace(ruling, state=replace(ruling.state, told=told), joins=True)
+
+
+def _resolved(value: Json, evidence: str) -> Resolved:
+    return Resolved(value, value if isinstance(value, str) else canonical(value), evidence)
+
+
+def _applied(effect: Effect, value: Json, evidence: str) -> Effect:
+    return replace(
+        effect,
+        status=EffectStatus.APPLIED,
+        result=value,
+        evidence=evidence,
+        doubt=Doubt.NONE,
+        unknown_since=None,
+        next_query_at=None,
+    )
+
+
+def _doubted(effect: Effect, now: int, trigger: Trigger) -> Effect:
+    return replace(
+        effect,
+        status=EffectStatus.UNKNOWN,
+        doubt=Doubt.UNPROVEN,
+        trigger=trigger,
+        unknown_since=now,
+        absences=0,
+        next_query_at=first_query_at(now),
+    )
+
+
+def _unsent_status(effect: Effect) -> EffectStatus:
+    unproven = effect.doubt is not Doubt.NONE
+    return EffectStatus.UNKNOWN if unproven else EffectStatus.ABSENT
+
+
+def _applied_although_cancelled(
+    locked: Locked, effect: Effect, events: list[TraceEvent] | None = None
+) -> Ruling:
+    """A write took effect and its run is wished to be cancelled: the effect stays where others rest on
+    it; otherwise a person decides, since no compensation is declared."""
+    events = events if events is not None else []
+    state = locked.state
+    if locked.other_holders:
+        kept = machine.moved(state, _E.PROVED_APPLIED_KEPT, events)
+        return replace(_ended(locked, kept, Reason.CANCELLED, events), effect=effect)
+    if state.status is _S.CANCELLING:
+        state = machine.moved(state, _E.PROVED_APPLIED_COMPENSATE, events)
+    state = machine.moved(state, _E.NO_PROOF, events)
+    detail: dict[str, Json] = {"problem": "cancelled after it was applied; no compensation"}
+    ruling = _ended(locked, state, Reason.UNKNOWN_EFFECT, events, detail)
+    package = {**handoff_of(ruling.state, effect), "problem": detail["problem"]}
+    return replace(ruling, effect=effect, handoff=package)
+
+
+def _handed_off(locked: Locked, effect: Effect, problem: str) -> Ruling:
+    events: list[TraceEvent] = []
+    state = locked.state
+    if state.status is not _S.RECONCILING:
+        state = machine.moved(state, _E.EFFECT_UNKNOWN, events)
+    state = machine.moved(state, _E.NO_PROOF, events)
+    given = replace(effect, status=EffectStatus.HANDED_OFF, next_query_at=None)
+    ruling = _ended(locked, state, Reason.UNKNOWN_EFFECT, events, {"problem": problem})
+    package = {**handoff_of(ruling.state, given), "problem": problem}
+    return replace(ruling, effect=given, handoff=package, lease="take")
+
+
+def _unknown_again(locked: Locked, effect: Effect) -> Ruling:
+    turn = machine.stop(locked.state, Reason.UNKNOWN_EFFECT, locked.view(), {"effect": effect.id})
+    return Ruling(state=turn.state, events=turn.events, wake_in_ms=first_query_at(0))
+
+
+def _with_person(locked: Locked, effect: Effect) -> Ruling:
+    reason = Reason.CONTRADICTION if effect.status is EffectStatus.CONTRADICTED else None
+    events: list[TraceEvent] = []
+    state = machine.moved(locked.state, _E.INTENT_WITH_PERSON, events)
+    ruling = _ended(locked, state, reason or Reason.UNKNOWN_EFFECT, events)
+    return replace(ruling, handoff=handoff_of(ruling.state, effect))
+
+
+def spent(locked: Locked, reason: Reason) -> Ruling:
+    """A budget or the deadline is spent: the run ends, unless its own effect is still unknown."""
+    if locked.own_effect is EffectStatus.UNKNOWN:
+        assert locked.effect is not None
+        return _unknown_again(locked, locked.effect)
+    return _stop(locked, reason)
+
+
+def _stop(
+    locked: Locked, reason: Reason, before: list[TraceEvent] | None = None, **detail: Json
+) -> Ruling:
+    turn = machine.stop(locked.state, reason, locked.view(), detail)
+    return Ruling(state=turn.state, events=(*(before or ()), *turn.events))
+
+
+def _ended(
+    locked: Locked,
+    state: RunState,
+    reason: Reason,
+    events: list[TraceEvent],
+    detail: Mapping[str, Json] | None = None,
+) -> Ruling:
+    """Explain a stop whose status moves were made by hand."""
+    left = state.left.settled()
+    state = replace(state, reason=reason, left=left)
+    command = Stop(reason, detail or {})
+    stopped = machine.stop_detail(state, command, category_of(reason), locked.left_ms)
+    events.append(TraceEvent(trace.RUN_STOPPED, state.step, stopped))
+    if state.status in TERMINAL:
+        state = replace(state, pending=None, told=None)
+    return Ruling(state=state, events=tuple(events))
+
+
+def _resolved_event(locked: Locked, verdict: str, evidence: str) -> TraceEvent:
+    assert locked.effect is not None
+    return TraceEvent(
+        trace.EFFECT_RESOLVED,
+        locked.state.step,
+        {"effect": locked.effect.id, "verdict": verdict, "evidence_ref": evidence},
+    )
+
+
+def _outcome_detail(out: Outcome) -> dict[str, Json]:
+    detail: dict[str, Json] = {"end": out.end.value, "sent": out.sent}
+    match out.reply:
+        case Succeeded(value, _):
+            detail["receipt"] = value
+        case Refused(reason, retryable):
+            detail.update({"refused": reason, "retryable": retryable})
+        case Doubtful(reason):
+            detail["unknown"] = reason
+    return detail

@@ -1,0 +1,340 @@
+"""What passes between a run's machine and its stages: views, events, commands, moves.
+
+A stage is handed a view and an event and answers with a move; it does no I/O and reads no clock.
+Big values live in rows of their own; a frame is one small JSON object. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Final, Protocol, TypeAlias
+
+from handrail.agent.budget import BudgetLeft, CallLimits
+from handrail.agent.canonical import Json, digest, dumps
+from handrail.agent.status import Reason
+from handrail.agent.tools import RunFacts, Tool, Validated
+from handrail.agent.trace import TraceEvent
+
+Frame: TypeAlias = dict[str, Json]
+
+#: How many of the latest observations a step is shown; the rest stay in the ledger.
+OBSERVATION_WINDOW: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """One fact that entered the public state: what the model is shown of a tool's result."""
+
+    source: str  # the tool, or what else said it
+    text: str
+    digest: str
+
+    @classmethod
+    def of(cls, source: str, text: str, stable: str | None = None) -> Observation:
+        """Make an observation; `stable` is the text without volatile fields, by which it is compared."""
+        return cls(source, text, digest(text if stable is None else stable))
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a stage may know when it decides. Times are milliseconds; ids and chance are handed in."""
+
+    run: RunFacts
+    budget: BudgetLeft
+    limits: CallLimits
+    remaining_ms: int
+    state_version: int
+    step: int
+    cancelled: bool  # a wish to cancel is visible
+    observations: tuple[Observation, ...]  # a window, oldest first
+    observation_count: int
+    model_calls: int = 0  # charged so far, this round's included
+    deadline_at: int | None = (
+        None  # the run's deadline by the ledger's clock, for the commands made now
+    )
+    random: float = 0.5
+
+    @property
+    def outputs(self) -> Mapping[str, Json]:
+        """The outputs of the stages that have finished, by name."""
+        return self.run.outputs
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A verification's finding: whether it holds, harmless facts for the trace, what was looked at."""
+
+    ok: bool
+    detail: Mapping[str, Json] = field(default_factory=dict)
+    evidence: str | None = None
+
+
+# ---- events: what a stage is told -----------------------------------------------------------------------
+
+
+class End(StrEnum):
+    """How a call ended; what cut it off decides, not which error happens to arrive first."""
+
+    RETURNED = "returned"
+    RAISED = "raised"
+    TIMED_OUT = "timed-out"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Succeeded:
+    """A tool's result, already within its output contract."""
+
+    value: Json
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The tool says that nothing happened, and why."""
+
+    reason: str
+    retryable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Doubtful:
+    """The tool itself does not know whether anything happened."""
+
+    reason: str
+
+
+Reply: TypeAlias = Succeeded | Refused | Doubtful
+
+
+@dataclass(frozen=True, slots=True)
+class Proposed:
+    """A model call has ended. `raw` is untrusted; `bound`: the run's deadline was the limit."""
+
+    end: End
+    raw: object = None
+    bound: bool = False
+    overflow: bool = False  # the output budget cut it off
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A tool call has ended. `known`: the same observation is already in the state.
+
+    For a write, `settled` says whether the ledger holds a proof (`applied` or `absent`), and `evidence`
+    refers to it.
+    """
+
+    end: End
+    reply: Reply | None = None
+    bound: bool = False
+    known: bool = False
+    settled: bool = True
+    evidence: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A verification has ended. `detail` goes to the trace, `evidence` refers to what was looked at."""
+
+    end: End
+    ok: bool = False
+    detail: Mapping[str, Json] = field(default_factory=dict)
+    evidence: str | None = None
+    bound: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ChildDone:
+    """The child stage that was entered has finished with this output."""
+
+    child: str
+    output: Json
+
+
+@dataclass(frozen=True, slots=True)
+class Approved:
+    """A person agreed to the exact action that was parked."""
+
+    approval_id: str
+    approver: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A person answered the question that was asked."""
+
+    text: str
+    author: str
+    known: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """Doubt about a write was resolved as applied, with the recorded result."""
+
+    value: Json
+    text: str
+    evidence: str
+    known: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Unsent:
+    """The command could not be dispatched: `problem` is a stable code, `reason` the stop that it means."""
+
+    reason: Reason
+    problem: str
+
+
+Event: TypeAlias = Proposed | Result | Verdict | ChildDone | Approved | Answered | Resolved | Unsent
+
+
+# ---- commands: what the program does next ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AskModel:
+    """Ask the named model for a proposal; these are the tools that it may choose from."""
+
+    model: str
+    tools: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class InvokeTool:
+    """An executable command: what the program made of a proposal after all gates.
+
+    Immutable and bound: arguments validated and in normal form, capability (which subject may have which
+    tool called until when), intent key (of a write), state version. `fixed`: chosen by the program.
+    """
+
+    tool: str
+    contract_version: str
+    arguments: Mapping[str, Json]
+    arguments_hash: str
+    state_version: int
+    capability: str
+    timeout_ms: int
+    deadline_at: int | None = None
+    intent_key: str | None = None
+    approval: bool = False  # dispatch must consume an approval of exactly this action
+    fixed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Verify:
+    """Check a claim or a postcondition independently; the shell finds the check at the stage's path."""
+
+    claim: Json
+    timeout_ms: int
+
+
+class ParkKind(StrEnum):
+    """What a parked run waits for."""
+
+    APPROVAL = "approval"
+    INPUT = "input"
+
+
+@dataclass(frozen=True, slots=True)
+class Park:
+    """Wait for a person. An approval is bound to `action`, a question is text."""
+
+    kind: ParkKind
+    action: InvokeTool | None = None
+    question: str = ""
+    expires_ms: int = 24 * 3_600_000
+
+
+@dataclass(frozen=True, slots=True)
+class Enter:
+    """Enter a child stage of the static tree."""
+
+    child: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """This stage is done; its output goes to the parent and is recorded.
+
+    `fact`: the output is part of the public state, so that the state version moves with it.
+    """
+
+    output: Json
+    fact: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The run stops, or rests with a person. `detail` explains; `pending` is what was about to be done."""
+
+    reason: Reason
+    detail: Mapping[str, Json] = field(default_factory=dict)
+    answer: Json = None
+
+
+Command: TypeAlias = AskModel | InvokeTool | Verify | Park | Enter | Finish | Stop
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A stage's answer. `observation` enters the state unless `known`; `round_done` counts a round."""
+
+    frame: Frame
+    command: Command
+    events: tuple[TraceEvent, ...] = ()
+    observation: Observation | None = None
+    round_done: bool = False
+
+
+class Stage(Protocol):
+    """One orchestration pattern. `name` is its place in the tree; `children` is the static tree below."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def children(self) -> Mapping[str, Stage]: ...
+    @property
+    def tools(self) -> tuple[Tool, ...]: ...
+    def start(self, view: View) -> Move: ...
+    def on(self, frame: Frame, event: Event, view: View) -> Move: ...
+
+
+# ---- what stages share ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """A call that a program has decided on: a tool and its arguments, not yet checked."""
+
+    tool: Tool
+    arguments: Mapping[str, Json] = field(default_factory=dict)
+
+
+def executable(
+    tool: Tool, checked: Validated, view: View, *, approval: bool, fixed: bool
+) -> InvokeTool:
+    """Make the executable command of a call that has passed every gate."""
+    contract = tool.contract
+    return InvokeTool(
+        tool=contract.name,
+        contract_version=contract.version,
+        arguments=MappingProxyType(checked.json),
+        arguments_hash=arguments_hash(contract.name, checked.json),
+        state_version=view.state_version,
+        capability=f"{view.run.principal.subject}:{contract.name}",
+        timeout_ms=min(contract.timeout_ms, view.limits.tool_ms),
+        deadline_at=view.deadline_at,
+        intent_key=contract.intent(checked.model, view.run) if contract.intent else None,
+        approval=approval,
+        fixed=fixed,
+    )
+
+
+def arguments_hash(tool: str, arguments: Json) -> str:
+    """Hash what is sent to a tool; key order does not matter."""
+    return digest("arguments", tool, dumps(arguments))

@@ -1,0 +1,167 @@
+"""A workflow: a registered tree of stages with limits; the root runs its stages one after the other.
+
+A definition that lacks something is refused when it is made, with a message that names what. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from pydantic import BaseModel
+
+from handrail.agent.budget import (
+    TASK_TYPES,
+    Budget,
+    CallLimits,
+    must_answer_within,
+    worst_case_ms,
+)
+from handrail.agent.canonical import Json, normal
+from handrail.agent.errors import InvalidDefinition
+from handrail.agent.fixed import Check, Commit, Confirm, Read, Verify
+from handrail.agent.loop import AgentLoop
+from handrail.agent.stage import ChildDone, Enter, Event, Frame, Move, Stage, Stop, View
+from handrail.agent.status import Reason
+from handrail.agent.tools import RunFacts, Tool
+
+__all__ = ["AgentLoop", "Check", "Commit", "Confirm", "Read", "Verify", "Workflow"]
+
+MAX_STAGES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workflow:
+    """One kind of run. `answer(run)` makes the answer when the last stage has finished.
+
+    `budget` (default: that of `task_type`) and `limits` apply to every run; a run may lower them, and
+    raise them only with the permission `budget:raise`. `answer_within_ms` is the answer time that the
+    definition promises: a worst case beyond it is refused. `pauses` and `pause_ms` count into it.
+    """
+
+    name: str
+    stages: Sequence[Stage]
+    version: str = "1"
+    task_type: str = "general"
+    budget: Budget | None = None
+    limits: CallLimits = field(default_factory=CallLimits)
+    input: type[BaseModel] | None = None
+    answer: Callable[[RunFacts], Json] | None = None
+    answer_within_ms: int | None = None
+    pauses: int = 0
+    pause_ms: int = 0
+
+    def __post_init__(self) -> None:
+        title = f"workflow {self.name!r}"
+        if not self.name or len(self.name) > 64 or not self.name.replace("-", "_").isidentifier():
+            raise InvalidDefinition(title, "name it with letters, digits, '-' and '_'")
+        if self.task_type not in TASK_TYPES:
+            known = ", ".join(sorted(TASK_TYPES))
+            raise InvalidDefinition(title, f"task_type {self.task_type!r} is none of {known}")
+        if not 1 <= len(self.stages) <= MAX_STAGES:
+            raise InvalidDefinition(title, f"give it 1 to {MAX_STAGES} stages")
+        names = [stage.name for stage in self.stages]
+        for name in names:
+            if names.count(name) > 1:
+                raise InvalidDefinition(title, f"two stages are named {name!r}")
+            if not name.isidentifier():
+                raise InvalidDefinition(title, f"stage name {name!r} is no identifier")
+        self._check_tools(title)
+        self._check_confirmations(title)
+        if self.answer_within_ms is not None:
+            budget = self.default_budget
+            worst = worst_case_ms(
+                model_calls=budget.model_calls,
+                model_ms=self.limits.model_ms,
+                pauses=self.pauses,
+                pause_ms=self.pause_ms,
+            )
+            must_answer_within(title, worst_ms=worst, required_ms=self.answer_within_ms)
+
+    def _check_tools(self, title: str) -> None:
+        seen: dict[str, Tool] = {}
+        for tool in self.tools:
+            if seen.setdefault(tool.name, tool) != tool:
+                raise InvalidDefinition(title, f"two different tools are named {tool.name!r}")
+
+    def _check_confirmations(self, title: str) -> None:
+        confirmed: set[Any] = set()
+        for stage in self.stages:
+            if isinstance(stage, Confirm):
+                confirmed.add(stage.action)
+            elif isinstance(stage, Commit) and stage.tool.contract.needs_approval:
+                if stage.action not in confirmed:
+                    raise InvalidDefinition(
+                        title,
+                        f"stage {stage.name!r} commits {stage.tool.name!r}, which needs approval: put"
+                        " Confirm(..., action=<the same function>) before it",
+                    )
+
+    @property
+    def default_budget(self) -> Budget:
+        """The limits of a run that names none of its own."""
+        return self.budget if self.budget is not None else TASK_TYPES[self.task_type]
+
+    @property
+    def children(self) -> Mapping[str, Stage]:
+        """The stages by name, in order."""
+        return MappingProxyType({stage.name: stage for stage in self.stages})
+
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        """All tools that any stage can call."""
+        return tuple(tool for stage in self.walk() for tool in stage.tools)
+
+    def walk(self) -> Iterator[Stage]:
+        """Go over all stages below the root, depth first."""
+
+        def below(stage: Stage) -> Iterator[Stage]:
+            yield stage
+            for child in stage.children.values():
+                yield from below(child)
+
+        for stage in self.stages:
+            yield from below(stage)
+
+    def stage_at(self, path: Sequence[str]) -> Stage:
+        """Return the stage at a path of names below the root; `InvalidDefinition` where there is none."""
+        stage: Stage = self
+        for name in path:
+            if name not in stage.children:
+                problem = f"has no stage {'/'.join(path)!r}"
+                raise InvalidDefinition(f"workflow {self.name!r}", problem)
+            stage = stage.children[name]
+        return stage
+
+    def tool_named(self, name: str) -> Tool:
+        """Return a tool by its exact name; `InvalidDefinition` where no stage has it."""
+        for tool in self.tools:
+            if tool.name == name:
+                return tool
+        raise InvalidDefinition(f"workflow {self.name!r}", f"has no tool {name!r}")
+
+    def declared(self) -> dict[str, Json]:
+        """What a run declares before its first round: stages, actions, how success is checked."""
+        return {
+            "stages": [stage.name for stage in self.stages],
+            "actions": [*sorted({tool.name for tool in self.tools})],
+            "success": [
+                stage.name for stage in self.walk() if callable(getattr(stage, "verify", None))
+            ],
+        }
+
+    def start(self, view: View) -> Move:
+        """Enter the first stage."""
+        return Move({}, Enter(self.stages[0].name))
+
+    def on(self, frame: Frame, event: Event, view: View) -> Move:
+        """Enter the next stage, or complete."""
+        assert isinstance(event, ChildDone)
+        names = [stage.name for stage in self.stages]
+        following = names.index(event.child) + 1
+        if following < len(names):
+            return Move(frame, Enter(names[following]))
+        answer = event.output if self.answer is None else normal(self.answer(view.run))
+        return Move(frame, Stop(Reason.COMPLETED, answer=answer))

@@ -1,0 +1,74 @@
+"""Celery's consumer, quieter and harder to break.
+
+It refuses to start with an unsafe configuration, takes no part in gossip, mingle and heartbeats
+between workers, and drops what it cannot read without repeating it in the log.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from celery.worker.consumer import Consumer
+from kombu import Connection
+
+from handrail.broker.refusals import REFUSALS
+from handrail.broker.verify import UnsafeConfiguration, verify_app, verify_server
+
+logger = logging.getLogger("handrail.broker")
+
+
+class StepConsumer(Consumer):
+    """The consumer of an app that `make_app` made. Raises `UnsafeConfiguration` at start-up."""
+
+    connection_errors: tuple[type[Exception], ...]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        quiet = {"without_mingle": True, "without_gossip": True, "without_heartbeat": True}
+        kwargs["worker_options"] = {**(kwargs.get("worker_options") or {}), **quiet}
+        super().__init__(*args, **kwargs)
+        if unsafe := verify_app(self.app, pool=type(self.pool)):
+            raise UnsafeConfiguration(tuple(unsafe))
+
+    def connect(self) -> Connection:
+        """Connect, waiting for the broker as Celery does, and refuse one that evicts."""
+        connection = super().connect()
+        if unsafe := verify_server(self.app):
+            raise UnsafeConfiguration(tuple(unsafe))
+        return connection
+
+    def create_task_handler(self, *args: Any, **kwargs: Any) -> Callable[[Any], None]:
+        """Contain what forged headers raise: Celery lets it end the worker."""
+        receive = super().create_task_handler(*args, **kwargs)
+        broken_connection = tuple(
+            kind for kind in self.connection_errors if not issubclass(kind, LookupError)
+        )
+
+        def contained(message: Any) -> None:
+            try:
+                receive(message)
+            except broken_connection:
+                raise
+            except Exception as error:
+                self._drop(message, "bad-message", f"unreadable ({type(error).__name__})")
+
+        return contained
+
+    def on_decode_error(self, message: Any, exc: Exception) -> None:
+        self._drop(message, "bad-message", f"its body cannot be decoded ({type(exc).__name__})")
+
+    def on_unknown_message(self, body: object, message: Any) -> None:
+        self._drop(message, "bad-message", "no task is named")
+
+    def on_invalid_task(self, body: object, message: Any, exc: Exception) -> None:
+        self._drop(message, "bad-message", f"not a task ({type(exc).__name__})")
+
+    def on_unknown_task(self, body: object, message: Any, exc: Exception) -> None:
+        name = repr(message.headers.get("task"))[:80]
+        self._drop(message, "unknown-task", f"no task {name} is registered here")
+
+    def _drop(self, message: Any, code: str, problem: str) -> None:
+        if not message.acknowledged:
+            message.ack_log_error(logger, self.connection_errors)
+        REFUSALS.note(code, "consumer", problem)

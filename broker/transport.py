@@ -1,0 +1,77 @@
+"""Celery's Redis transport, made to survive what lies on its queues.
+
+Whoever can write to a queue can push a list item that is not an envelope. Celery's worker ends on
+one, and so do all workers, one after the other. Here such an item is counted and dropped.
+Commands are sent once (a repeated push is a second message, a repeated pop a lost one) and with the
+older protocol, which every Redis, Valkey and proxy speaks.
+"""
+
+from __future__ import annotations
+
+from queue import Empty
+from typing import Any, Final
+
+from kombu.transport import redis as kombu_redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from handrail.broker.refusals import REFUSALS
+
+
+# kombu counts KeyError among them, so that a message without a key makes a worker reconnect.
+CONNECTION_ERRORS: Final = tuple(
+    kind
+    for kind in (
+        *kombu_redis.Transport.connection_errors,
+        *kombu_redis.Transport.channel_errors,
+    )
+    if not issubclass(kind, LookupError)
+)
+
+
+class Channel(kombu_redis.Channel):
+    """A channel that drops what is no envelope."""
+
+    def _brpop_read(self, **options: Any) -> Any:
+        try:
+            return super()._brpop_read(**options)  # type: ignore[misc]  # unknown to its stubs
+        except (Empty, *CONNECTION_ERRORS):
+            raise
+        except Exception as error:  # of whatever kind: kombu's JSON makes Decimals, dates, UUIDs
+            REFUSALS.note("bad-message", "transport", f"no envelope ({type(error).__name__})")
+            return True
+
+    def _connparams(self, asynchronous: bool = False) -> dict[str, Any]:
+        return {
+            **super()._connparams(asynchronous),  # type: ignore[misc]  # unknown to its stubs
+            "protocol": 2,
+            "retry": Retry(NoBackoff(), 0),
+        }
+
+
+class Transport(kombu_redis.Transport):
+    """The transport for `redis://` and `rediss://`; to Celery it is still its Redis transport."""
+
+    Channel = Channel
+
+    def _deliver(self, message: object, queue: str | None) -> None:
+        if is_envelope(message):
+            super()._deliver(message, queue)
+        else:
+            REFUSALS.note("bad-message", "transport", "no envelope (shape)")
+
+
+def is_envelope(message: object) -> bool:
+    """Whether a queue's item has the parts that kombu reads from it without looking."""
+    if not isinstance(message, dict):
+        return False
+    properties, headers = message.get("properties"), message.get("headers")
+    return (
+        isinstance(properties, dict)
+        and isinstance(properties.get("delivery_tag"), str)
+        and isinstance(properties.get("delivery_info"), dict | None)
+        and properties.get("body_encoding") in (None, "base64", "utf-8")
+        and isinstance(message.get("body"), str)
+        and isinstance(headers, dict)
+        and "compression" not in headers  # it would be unpacked unseen, to any size
+    )

@@ -1,0 +1,10 @@
+"""`python -m handrail` is the command `handrail`."""
+
+from __future__ import annotations
+
+import sys
+
+from handrail.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,6 @@
+"""The refund demo: a small shop, a payment provider in its own process, and a planner by rule.
+
+Customers write that they were charged twice. `messages.jsonl` holds their mails and how each must
+end, `shop` and `provider` are the outside world, `planner` plays the model, and `rules` is what the
+program finds in the shop's records, whatever the planner says.
+"""

@@ -1,0 +1,701 @@
+"""The front door: declare tools and workflows, enqueue runs, follow, approve and cancel them.
+
+One `Fleet` is one deployment: its ledger, its broker, its workflows. Nothing is connected before it is
+used; `fleet.celery` is an ordinary Celery app, so `celery -A yourmodule:fleet.celery worker` works as
+`handrail worker` does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import re
+import secrets
+import time
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar, Final
+
+from celery import Celery
+from celery.signals import worker_process_shutdown, worker_ready, worker_shutdown
+from pydantic import BaseModel, ValidationError
+
+from handrail.agent import machine, protocol
+from handrail.agent.budget import Budget, BudgetLeft, CallLimits, Phase
+from handrail.agent.canonical import Json, canonical, normal
+from handrail.agent.errors import BadInput, HandrailError, InvalidBudget, InvalidDefinition
+from handrail.agent.loop import AgentLoop
+from handrail.agent.machine import RunState
+from handrail.agent.protocol import Locked, Ruling
+from handrail.agent.tools import Approval, Guarantee, Principal, SideEffect, Tool, ToolContract
+from handrail.agent.trace import TraceEvent
+from handrail.agent.workflow import Workflow
+from handrail.broker.app import make_app, register_step, verify_app, verify_redis
+from handrail.broker.loop import shared_loop
+from handrail.broker.message import StepMessage
+from handrail.broker.publish import Publisher, PublishFailed
+from handrail.broker.signal import CancelSignal
+from handrail.broker.verify import UnsafeConfiguration
+from handrail.gateway.model import ModelGateway, Planner
+from handrail.ledger import migrate
+from handrail.ledger.errors import NothingToApprove, UnknownRun
+from handrail.ledger.ledger import Ledger, NewRun, Ruled
+from handrail.ledger.lock import IntentLock, LocalLock, RedisLock
+from handrail.reconciler.sweep import Reconciler
+from handrail.runs import Run, run_of
+from handrail.settings import Settings
+from handrail.tasks.calls import Called, ToolCall, call
+from handrail.tasks.runtime import Runtime, message_of
+from handrail.tasks.step import run_step
+
+log = logging.getLogger("handrail")
+SWEEP_TASK: Final = "handrail.reconcile.sweep"
+_RUN_ID: Final = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
+_NAME: Final = re.compile(r"[A-Za-z0-9_.:@-]{1,128}\Z")
+_MAX_GOAL: Final = 20_000
+_MAX_INPUT: Final = 256_000
+
+
+@dataclass(eq=False)
+class UnknownWorkflow(BadInput):
+    """No workflow has this name here."""
+
+    code: ClassVar[str] = "unknown-workflow"
+    name: str
+    known: tuple[str, ...]
+
+    def __str__(self) -> str:
+        known = ", ".join(self.known) or "none is registered"
+        return f"there is no workflow {self.name!r}: register it with fleet.workflow(...); known: {known}"
+
+
+@dataclass(eq=False)
+class InvalidRun(BadInput):
+    """A run cannot be enqueued as it was asked for; nothing was written."""
+
+    code: ClassVar[str] = "invalid-run"
+    field: str
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.problem}"
+
+
+@dataclass(eq=False)
+class NoBroker(BadInput):
+    """The fleet needs a broker and none is configured."""
+
+    code: ClassVar[str] = "no-broker"
+
+    def __str__(self) -> str:
+        return (
+            "no broker is configured: set HANDRAIL_BROKER_URL (redis://host:6379/0), or start the"
+            " command without one to have it start an embedded Valkey"
+        )
+
+
+@dataclass(eq=False)
+class StillRunning(HandrailError):
+    """The run did not rest within the time that was waited."""
+
+    code: ClassVar[str] = "still-running"
+    run_id: str
+    status: str
+
+    def __str__(self) -> str:
+        return f"run {self.run_id!r} is still {self.status}: wait longer, or see 'handrail show'"
+
+
+class Fleet:
+    """A deployment of controlled agents; see the module.
+
+    Settings come from the environment (`HANDRAIL_*`); what is given here wins.
+    """
+
+    def __init__(
+        self,
+        name: str = "handrail",
+        *,
+        settings: Settings | None = None,
+        database_url: str | None = None,
+        broker_url: str | None = None,
+        clock: Callable[[], int] | None = None,
+    ) -> None:
+        self.name = name
+        self._given = {"database_url": database_url, "broker_url": broker_url}
+        self._settings = settings
+        self._clock = clock
+        self.workflows: dict[str, Workflow] = {}
+        self._latest: dict[str, Workflow] = {}
+        self.models: dict[str, ModelGateway] = {}
+        self._tools: dict[str, Tool] = {}
+
+    @cached_property
+    def settings(self) -> Settings:
+        """The settings, read when they are first needed."""
+        return self._settings or Settings.read(**self._given)
+
+    # ---- declaring ------------------------------------------------------------------------------------
+
+    def tool(
+        self,
+        name: str | None = None,
+        *,
+        query: Callable[..., Any] | None = None,
+        **contract: Any,
+    ) -> Callable[[Callable[..., Any]], Tool]:
+        """Declare a tool: a decorator that turns a function into a `Tool` with an executable contract.
+
+        The function takes (arguments, call): its input model, or a plain dict where the first parameter
+        has no pydantic annotation, and a `ToolCall`. It returns the result (its output model, or a JSON
+        value), raises `ToolRefused` to say that nothing happened, `ToolUnclear` where it does not know.
+        The other parameters are those of `ToolContract`; enumerations may be given as text. Whatever is
+        not declared has the most conservative default. Raises `InvalidDefinition`.
+        """
+        if callable(name):
+            raise InvalidDefinition(
+                getattr(name, "__name__", "tool"),
+                "a function alone is no tool: declare at least its side effect, as in"
+                " @fleet.tool(side_effect='read')",
+            )
+
+        def declare(function: Callable[..., Any]) -> Tool:
+            found = _models_of(function)
+            options = {**found, **_enums(contract), "can_query": query is not None}
+            title = name or function.__name__
+            try:
+                declared = ToolContract(
+                    name=title,
+                    description=options.pop("description", inspect.getdoc(function) or ""),
+                    **options,
+                )
+            except TypeError as error:
+                raise InvalidDefinition(f"tool {title!r}", str(error)) from None
+            tool = Tool(declared, function, query)
+            if title in self._tools:
+                raise InvalidDefinition(f"tool {title!r}", "it is declared twice")
+            self._tools[title] = tool
+            return tool
+
+        return declare
+
+    def workflow(self, workflow: Workflow) -> Workflow:
+        """Register a workflow; the version registered last is the one that new runs get."""
+        key = f"{workflow.name}@{workflow.version}"
+        if key in self.workflows and self.workflows[key] is not workflow:
+            raise InvalidDefinition(f"workflow {key}", "it is registered twice: raise its version")
+        self.workflows[key] = workflow
+        self._latest[workflow.name] = workflow
+        return workflow
+
+    def model(
+        self, name: str = "default", model: ModelGateway | Callable[..., Any] | None = None
+    ) -> Any:
+        """Name a model: a gateway, or a function that plays one. Also usable as a decorator."""
+        if model is None:
+            return lambda function: self.model(name, function)
+        self.models[name] = model if hasattr(model, "stream") else Planner(model)
+        return model
+
+    # ---- running --------------------------------------------------------------------------------------
+
+    def enqueue(
+        self,
+        workflow: str,
+        *,
+        goal: str,
+        input: Json | BaseModel = None,
+        principal: Principal | str | None = None,
+        tenant: str | None = None,
+        budget: Budget | Mapping[str, Any] | None = None,
+        limits: CallLimits | Mapping[str, Any] | None = None,
+        dedupe_key: str | None = None,
+        run_id: str | None = None,
+        traceparent: str | None = None,
+    ) -> str:
+        """Accept a run and publish its first step; returns the run's id.
+
+        Everything is checked before anything is written: an unknown workflow, a malformed goal or input, a
+        budget that is negative, fractional or missing each raise an error with a stable code. A broker
+        that is down is no error: the run is accepted, and the sweep publishes it. With a `dedupe_key`
+        (unique within the tenant) a double click is one run.
+        """
+        new = self._new_run(
+            workflow,
+            goal=goal,
+            input=input,
+            principal=principal,
+            tenant=tenant,
+            budget=budget,
+            limits=limits,
+            dedupe_key=dedupe_key,
+            run_id=run_id,
+            traceparent=traceparent,
+        )
+        inserted = self.ledger.insert_run(new)
+        if inserted.due is not None:
+            self._publish([message_of(inserted.due)])
+        return inserted.run_id
+
+    def _new_run(
+        self,
+        name: str,
+        *,
+        goal: str,
+        input: Json | BaseModel,
+        principal: Principal | str | None,
+        tenant: str | None,
+        budget: Budget | Mapping[str, Any] | None,
+        limits: CallLimits | Mapping[str, Any] | None,
+        dedupe_key: str | None,
+        run_id: str | None,
+        traceparent: str | None,
+    ) -> NewRun:
+        workflow = self._latest.get(name)
+        if workflow is None:
+            raise UnknownWorkflow(str(name), tuple(sorted(self._latest)))
+        if not isinstance(goal, str) or not goal.strip() or len(goal) > _MAX_GOAL:
+            raise InvalidRun("goal", f"give a text of 1 to {_MAX_GOAL} characters")
+        who = principal if isinstance(principal, Principal) else Principal(principal or "anonymous")
+        tenant = self.settings.tenant if tenant is None else tenant
+        for field, value in (("tenant", tenant), ("principal", who.subject)):
+            if not isinstance(value, str) or not _NAME.match(value):
+                raise InvalidRun(
+                    field, f"{value!r} is no name: letters, digits and _.:@- (1 to 128)"
+                )
+        run_id = secrets.token_hex(16) if run_id is None else run_id
+        if not isinstance(run_id, str) or not _RUN_ID.match(run_id):
+            raise InvalidRun("run_id", "give 1 to 64 letters, digits, '_' or '-'")
+        if dedupe_key is not None and not (
+            isinstance(dedupe_key, str) and 0 < len(dedupe_key) <= 512
+        ):
+            raise InvalidRun("dedupe_key", "give a text of 1 to 512 characters")
+        chosen = self._budget(workflow, budget, who)
+        calls = _limits(workflow, limits)
+        state = RunState(
+            run_id=run_id,
+            tenant=tenant,
+            workflow=workflow.name,
+            workflow_version=workflow.version,
+            goal=goal,
+            principal=who,
+            input=_checked_input(workflow, input),
+            budget=chosen,
+            limits=calls,
+            left=BudgetLeft.full(chosen),
+        )
+        accepted: dict[str, Json] = {
+            "workflow": workflow.name,
+            "version": workflow.version,
+            "declared": workflow.declared(),
+            "budget": normal(chosen.to_json()),
+            "subject": who.subject,
+        }
+        phase = Phase.RESUME
+        if isinstance(workflow.stages[0], AgentLoop):
+            # A loop's first command needs none of the workflow's own code, and saves a step.
+            turn = machine.start(workflow, state, state.view(remaining_ms=chosen.deadline_ms))
+            state, phase = turn.state, machine.phase_of(workflow, turn.state)
+        return NewRun(
+            run_id=run_id,
+            tenant=tenant,
+            workflow=workflow.name,
+            workflow_version=workflow.version,
+            goal=goal,
+            principal=who,
+            input=state.input,
+            budget=chosen,
+            limits=calls,
+            state=state,
+            phase=phase,
+            events=(TraceEvent("run.accepted", 0, accepted),),
+            dedupe_key=dedupe_key,
+            traceparent=traceparent,
+        )
+
+    def _budget(
+        self, workflow: Workflow, given: Budget | Mapping[str, Any] | None, who: Principal
+    ) -> Budget:
+        default = workflow.default_budget
+        if given is None:
+            return default
+        if not isinstance(given, Budget | Mapping):
+            raise InvalidBudget("budget", given, "a Budget, or a mapping from name to limit")
+        chosen = given if isinstance(given, Budget) else default.altered(given)
+        raised = chosen.raised_over(default)
+        if raised and "budget:raise" not in who.permissions:
+            raise InvalidBudget(
+                raised[0],
+                getattr(chosen, raised[0], chosen.per_tool),
+                f"at most the workflow's own {getattr(default, raised[0], 'limit')}"
+                " (or let the principal have the permission budget:raise)",
+            )
+        return chosen
+
+    def get(self, run_id: str | Run) -> Run:
+        """Read a run. Raises `UnknownRun`."""
+        return run_of(self.ledger.read(_id(run_id)))
+
+    def trace(self, run_id: str | Run) -> list[dict[str, Any]]:
+        """Read a run's trace: events with a gapless sequence number, public facts only."""
+        self.get(run_id)
+        return self.ledger.trace(_id(run_id))
+
+    def runs(
+        self, *, status: str | None = None, workflow: str | None = None, limit: int = 50
+    ) -> list[Run]:
+        """List runs, newest first."""
+        rows = self.ledger.list_runs(status=status, workflow=workflow, limit=limit)
+        return [self.get(row["id"]) for row in rows]
+
+    def wait(
+        self,
+        run_id: str | Run,
+        *,
+        timeout_s: float = 60.0,
+        ended: bool = False,
+        poll_s: float = 0.05,
+    ) -> Run:
+        """Wait until a run rests: has ended, or waits for a person. `ended=True` waits for the end alone.
+
+        Raises `StillRunning` after `timeout_s`.
+        """
+        limit = time.monotonic() + timeout_s
+        while True:
+            run = self.get(run_id)
+            if run.ended or (run.rests and not ended):
+                return run
+            if time.monotonic() >= limit:
+                raise StillRunning(run.run_id, run.status)
+            time.sleep(poll_s)
+
+    def cancel(self, run_id: str | Run) -> Run:
+        """Wish a run to be cancelled: nothing new is started; what is in flight is resolved, not denied.
+
+        Returns the run as it is right after: `cancelled`, `cancelling`, or `reconciling` where the
+        outcome of a write is not known yet. A run that has ended is returned as it is.
+        """
+        self.ledger.rule(_id(run_id), protocol.cancel)
+        self._signal(_id(run_id))
+        return self.get(run_id)
+
+    def approve(self, run: str | Run, *, approver: str = "operator") -> Run:
+        """Agree to the exact action that a run is parked with; it goes on with the time it had left.
+
+        Raises `NothingToApprove` where the run waits for no approval, or it is too old.
+        """
+        return self._decide(run, lambda locked: protocol.approve(locked, approver=approver))
+
+    def reject(self, run: str | Run, *, approver: str = "operator", comment: str = "") -> Run:
+        """Refuse the action that a run is parked with: it stops, and the tool is never called."""
+        return self._decide(
+            run, lambda locked: protocol.reject(locked, approver=approver, comment=comment)
+        )
+
+    def answer(self, run: str | Run, text: str, *, author: str = "user") -> Run:
+        """Answer the question that a run has asked; it goes on with the time it had left."""
+        return self._decide(run, lambda locked: protocol.answer(locked, text=text, author=author))
+
+    def _decide(self, run: str | Run, decide: Callable[[Locked], Ruling | None]) -> Run:
+        ruled = self.ledger.rule(_id(run), decide)
+        if ruled.ruling is None:
+            raise NothingToApprove(_id(run), ruled.locked.state.status.value)
+        self._send(ruled)
+        return self.get(run)
+
+    def _send(self, ruled: Ruled) -> None:
+        if ruled.due is not None:
+            self._publish([message_of(ruled.due)])
+
+    # ---- in this process ------------------------------------------------------------------------------
+
+    def run(self, workflow: str, *, goal: str, timeout_s: float = 60.0, **options: Any) -> Run:
+        """Run a workflow in this process, without a broker, until it rests; for tests and notebooks.
+
+        The same machine, ledger and reconciler as on a fleet. Options are those of `enqueue`. A run that
+        waits for a person is returned as it is: approve it, then `drive` it on.
+        """
+        new = self._new_run(workflow, goal=goal, **(_NO_OPTIONS | options))
+        inserted = self.ledger.insert_run(new)
+        return self.drive(inserted.run_id, timeout_s=timeout_s)
+
+    def drive(self, run_id: str | Run, *, timeout_s: float = 60.0) -> Run:
+        """Drive an accepted run in this process until it rests. Raises `StillRunning` after `timeout_s`."""
+        limit = time.monotonic() + timeout_s
+        queue: list[StepMessage] = []
+        runtime = self.make_runtime(publish=queue.extend, lock=LocalLock())
+        reconciler = self.make_reconciler(publish=queue.extend)
+        try:
+            while True:
+                while queue:
+                    shared_loop().submit(run_step(runtime, queue.pop(0))).result()
+                row = self.ledger.read(_id(run_id))
+                run = run_of(row)
+                if run.rests:
+                    return run
+                if time.monotonic() >= limit:
+                    raise StillRunning(run.run_id, run.status)
+                if row["due_at"] is not None and row["due_at"] <= row["now"]:
+                    queue.append(StepMessage(run_id=run.run_id, step=run.step, epoch=row["epoch"]))
+                elif not reconciler.sweep():
+                    time.sleep(0.02)
+        finally:
+            runtime.close()
+
+    # ---- parts ----------------------------------------------------------------------------------------
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        """The ledger, checked to be migrated. Raises `NotMigrated`, `DatabaseUnavailable`."""
+        url = self.settings.database
+        if url.startswith("sqlite") and not self.settings.database_url:
+            self.settings.home.mkdir(parents=True, exist_ok=True)
+        ledger = Ledger(url, lease_ms=self.settings.lease_ms, clock=self._clock)
+        if ledger.database.in_memory:
+            migrate.create_all(ledger.database)
+        else:
+            migrate.check_migrated(ledger.database)
+        return ledger
+
+    def upgrade_database(self) -> str:
+        """Bring the ledger's database to this program's version; returns it. Safe to repeat."""
+        if not self.settings.database_url:
+            self.settings.home.mkdir(parents=True, exist_ok=True)
+        return migrate.upgrade(self.settings.database)
+
+    @cached_property
+    def celery(self) -> Celery:
+        """The Celery app: tasks, queues, routes and beat schedule, with safe settings."""
+        if not self.settings.broker_url:
+            raise NoBroker
+        pool = None if self.settings.pool == "loop" else self.settings.pool
+        app = make_app(
+            self.name,
+            broker_url=self.settings.broker_url,
+            in_flight=self.settings.in_flight,
+            drain_timeout_s=self.settings.drain_timeout_s,
+            key_prefix=self.settings.key_prefix,
+            pool=pool,
+        )
+        register_step(app, self._handle)
+        app.task(name=SWEEP_TASK, ignore_result=True)(self._sweep)
+        app.conf.beat_schedule = {
+            "handrail-sweep": {
+                "task": SWEEP_TASK,
+                "schedule": self.settings.sweep_every_s,
+                "options": {"ignore_result": True},
+            }
+        }
+        setattr(app, "handrail_drain", self._drain)  # noqa: B010  # the pool's hook; no attribute of Celery
+        worker_ready.connect(self._on_worker_ready, weak=False)
+        worker_shutdown.connect(self._on_worker_shutdown, weak=False)
+        worker_process_shutdown.connect(self._on_worker_shutdown, weak=False)
+        return app
+
+    def verify(self, *, worker: bool = False) -> None:
+        """Check what a process needs before it starts: database, broker, settings. Raises what it finds."""
+        self.ledger.now()
+        if self.settings.broker_url:
+            found = [*verify_app(self.celery)] if worker else []
+            if found:
+                raise UnsafeConfiguration(tuple(found))
+            if self.settings.redis:
+                verify_redis(self.settings.redis)
+
+    def make_runtime(
+        self, *, publish: Callable[[Sequence[StepMessage]], object], lock: IntentLock | None = None
+    ) -> Runtime:
+        """Build what a process needs to run steps."""
+        return Runtime(
+            ledger=self.ledger,
+            workflows=self.workflows,
+            models=self.models,
+            lock=lock or self._lock(),
+            publish=publish,
+            max_stall_ms=self.settings.max_stall_ms,
+        )
+
+    def make_reconciler(
+        self, *, publish: Callable[[Sequence[StepMessage]], object] | None = None
+    ) -> Reconciler:
+        """Build a reconciler on this fleet's ledger."""
+        return Reconciler(
+            ledger=self.ledger,
+            workflows=self.workflows,
+            publish=publish or self._publish,
+            ask=ask_bounded,
+            max_stall_ms=self.settings.max_stall_ms,
+            max_attempts=self.settings.max_attempts,
+        )
+
+    def close(self) -> None:
+        """Close what this process has opened."""
+        for name in ("ledger", "_runtime", "_publisher"):
+            part = self.__dict__.pop(name, None)
+            if part is not None:
+                part.close()
+
+    @cached_property
+    def _runtime(self) -> Runtime:
+        return self.make_runtime(publish=self._publish)
+
+    @cached_property
+    def _reconciler(self) -> Reconciler:
+        return self.make_reconciler()
+
+    @cached_property
+    def _publisher(self) -> Publisher:
+        return Publisher(self.celery)
+
+    def _lock(self) -> IntentLock:
+        return (
+            RedisLock(self.settings.redis, prefix=self.settings.key_prefix)
+            if self.settings.redis
+            else LocalLock()
+        )
+
+    def _publish(self, messages: Sequence[StepMessage]) -> None:
+        """Publish, bounded; a broker that is down loses nothing: the sweep publishes what is due."""
+        if not self.settings.broker_url:
+            return
+        try:
+            self._publisher.publish(messages)
+        except PublishFailed as error:
+            log.warning("%s; the sweep publishes it later", error)
+
+    def _signal(self, run_id: str) -> None:
+        if self.settings.redis:
+            CancelSignal(self.settings.redis, key_prefix=self.settings.key_prefix).send(run_id)
+
+    # ---- inside a worker --------------------------------------------------------------------------------
+
+    async def _handle(self, message: StepMessage) -> None:
+        await run_step(self._runtime, message)
+
+    def _sweep(self) -> None:
+        self._reconciler.sweep_until_quiet(rounds=20)
+        self.ledger.beat("sweep", "reconciler")
+
+    def _drain(self, timeout_s: float) -> None:
+        self._runtime.drain(timeout_s)
+
+    def _on_worker_ready(self, **_: object) -> None:
+        runtime = self._runtime
+        if self.settings.redis:
+            signal = CancelSignal(self.settings.redis, key_prefix=self.settings.key_prefix)
+            signal.listen(runtime.cancel_signalled)
+
+    def _on_worker_shutdown(self, **_: object) -> None:
+        runtime = self.__dict__.get("_runtime")
+        if runtime is not None:
+            runtime.close()
+
+
+_NO_OPTIONS: Final[dict[str, Any]] = {
+    "input": None,
+    "principal": None,
+    "tenant": None,
+    "budget": None,
+    "limits": None,
+    "dedupe_key": None,
+    "run_id": None,
+    "traceparent": None,
+}
+
+
+def ask_bounded(
+    function: Callable[..., Any], arguments: Any, context: ToolCall, limit_ms: int
+) -> Any:
+    """Ask a query under its time limit, on the process's event loop or in a thread of its own."""
+
+    async def ask() -> Called:
+        never = asyncio.get_running_loop().create_future()
+        return await call(
+            function, arguments, context, limit_ms=limit_ms, wish=never, aborted=context.aborted
+        )
+
+    done = shared_loop().submit(ask()).result()
+    if done.error is not None:
+        raise done.error
+    if done.end.value != "returned":
+        raise TimeoutError(f"no answer within {limit_ms} ms")
+    return done.value
+
+
+def _id(run: str | Run) -> str:
+    return run.run_id if isinstance(run, Run) else run
+
+
+def _models_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """Take a tool's input and output models from its annotations."""
+    try:
+        hints = typing.get_type_hints(function)
+    except Exception:
+        hints = {}
+    parameters = list(inspect.signature(function).parameters)
+    found = {
+        "input": hints.get(parameters[0]) if parameters else None,
+        "output": hints.get("return"),
+    }
+    return {
+        name: model
+        for name, model in found.items()
+        if isinstance(model, type) and issubclass(model, BaseModel)
+    }
+
+
+def _enums(contract: Mapping[str, Any]) -> dict[str, Any]:
+    kinds: dict[str, Callable[[str], Any]] = {
+        "side_effect": SideEffect,
+        "approval": Approval,
+        "guarantee": Guarantee,
+    }
+    out = dict(contract)
+    for name, kind in kinds.items():
+        value = out.get(name)
+        if isinstance(value, str):
+            try:
+                out[name] = kind(value)
+            except ValueError:
+                known = ", ".join(item.value for item in kind)  # type: ignore[attr-defined]
+                raise InvalidDefinition(name, f"{value!r} is none of: {known}") from None
+    if "volatile" in out:
+        out["volatile"] = frozenset(out["volatile"])
+    return out
+
+
+def _limits(workflow: Workflow, given: CallLimits | Mapping[str, Any] | None) -> CallLimits:
+    if given is None:
+        return workflow.limits
+    if isinstance(given, CallLimits):
+        return given
+    try:
+        return replace(workflow.limits, **given)
+    except TypeError:
+        raise InvalidBudget("limits", dict(given), "model_ms and tool_ms") from None
+
+
+def _checked_input(workflow: Workflow, given: Json | BaseModel) -> Json:
+    if isinstance(given, BaseModel):
+        given = given.model_dump(mode="json")
+    try:
+        text = canonical(given)
+    except HandrailError as error:
+        raise InvalidRun("input", str(error)) from None
+    if len(text) > _MAX_INPUT:
+        raise InvalidRun("input", f"it is longer than {_MAX_INPUT} characters")
+    if workflow.input is None:
+        return normal(given)
+    try:
+        checked = workflow.input.model_validate_json(text, strict=True, extra="forbid")
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"])) or "input"
+        raise InvalidRun(f"input.{where}", first["msg"]) from None
+    return normal(checked.model_dump(mode="json"))
+
+
+__all__ = ["Fleet", "InvalidRun", "NoBroker", "StillRunning", "UnknownRun", "UnknownWorkflow"]

@@ -1,0 +1,81 @@
+"""Settings from the environment, each with the prefix `HANDRAIL_`; the defaults need nothing else running."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from handrail.agent.errors import BadInput
+
+
+@dataclass(eq=False)
+class InvalidSettings(BadInput):
+    """A setting in the environment, or given to `Fleet`, cannot be used."""
+
+    code: ClassVar[str] = "invalid-settings"
+    problems: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "settings that cannot be used: " + "; ".join(self.problems)
+
+
+def _stall(value: object) -> object:
+    return None if value in ("unbounded", None) else value
+
+
+class Settings(BaseSettings):
+    """What a deployment declares. Times are milliseconds unless the name says otherwise.
+
+    `database_url`: `sqlite:///file` or `postgresql://...`; empty: an SQLite file in `home`.
+    `broker_url`: `redis://...` or `amqp://...`; empty: an embedded Valkey, started by the command.
+    `max_stall_ms`: the longest time by which a request can still leave a worker after its dispatch
+    deadline (a paused machine, a stalled network); `unbounded` means that nobody vouches for one.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="HANDRAIL_", extra="ignore", frozen=True)
+
+    home: Path = Path(".handrail")
+    database_url: str = ""
+    broker_url: str = ""
+    redis_url: str = (
+        ""  # for the intent lock and the cancel signal; empty: the broker's, if it is Redis
+    )
+    key_prefix: str = ""
+    fleet: str = ""
+    tenant: str = "default"
+    lease_ms: Annotated[int, Field(ge=1_000)] = 30_000
+    max_stall_ms: Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(_stall)] = 20_000
+    max_attempts: Annotated[int, Field(ge=1)] = 5
+    in_flight: Annotated[int, Field(ge=1)] = 256
+    drain_timeout_s: Annotated[float, Field(gt=0)] = 30.0
+    sweep_every_s: Annotated[float, Field(gt=0)] = 2.0
+    pool: Literal["loop", "threads", "solo", "prefork"] = "loop"
+
+    @classmethod
+    def read(cls, **given: object) -> Settings:
+        """Read the environment; what is given by name wins. Raises `InvalidSettings`."""
+        values = {name: value for name, value in given.items() if value is not None}
+        try:
+            return cls(**values)  # type: ignore[arg-type]  # pydantic checks them
+        except ValidationError as error:
+            problems = tuple(
+                f"HANDRAIL_{'_'.join(map(str, e['loc'])).upper()}: {e['msg']}"
+                for e in error.errors(include_url=False, include_input=False)
+            )
+            raise InvalidSettings(problems) from None
+
+    @property
+    def database(self) -> str:
+        """The database's URL, the embedded default included."""
+        return self.database_url or f"sqlite:///{(self.home / 'ledger.db').absolute()}"
+
+    @property
+    def redis(self) -> str:
+        """The Redis URL of lock and signal; empty where there is none."""
+        if self.redis_url:
+            return self.redis_url
+        return self.broker_url if self.broker_url.startswith(("redis", "rediss")) else ""

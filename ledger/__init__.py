@@ -1,0 +1,1 @@
+"""What is true? Tables, migrations, statements, leases, the effect protocol, the intent lock, the trace."""

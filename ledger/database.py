@@ -1,0 +1,292 @@
+"""One door to the database: SQLite or PostgreSQL, one statement in autocommit, or a short transaction.
+
+Statements are plain SQL with `:name` parameters, translated once for the driver. Every thread has a
+connection of its own, made on first use and never carried over a fork. SQLite runs in WAL mode with a
+busy timeout; each of its transactions begins IMMEDIATE, since a reader cannot be upgraded under load.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, Final, Protocol
+
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError
+
+from handrail.ledger.errors import DatabaseUnavailable, UnsupportedDatabase
+
+_PARAMETER: Final = re.compile(r"(?<![:\w]):([a-z_][a-z0-9_]*)")
+_BUSY_TIMEOUT_MS: Final = 10_000
+_CONNECT_TIMEOUT_S: Final = 5
+#: A statement of ours takes milliseconds; one that hangs must not hold a step for ever.
+_STATEMENT_TIMEOUT_MS: Final = 10_000
+
+
+class Session(Protocol):
+    """Something that runs statements: an autocommit connection, or an open transaction."""
+
+    def run(self, sql: str, params: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Run one statement and return its rows, if it has any."""
+        ...
+
+
+class ConnectionLost(Exception):
+    """The connection broke while a statement was under way: it may or may not have been committed."""
+
+
+class Database:
+    """A database by its URL. `clock` (SQLite only) replaces the machine's clock, in milliseconds."""
+
+    dialect: str
+
+    def __init__(self, url: str | URL, *, clock: Callable[[], int] | None = None) -> None:
+        try:
+            self.url = make_url(url)
+        except ArgumentError:
+            raise UnsupportedDatabase(str(url), "not a database URL") from None
+        backend = self.url.get_backend_name()
+        if backend not in ("sqlite", "postgresql"):
+            raise UnsupportedDatabase(self.shown, f"{backend} is neither SQLite nor PostgreSQL")
+        self.dialect = backend
+        self._clock = clock or _wall_clock
+        self._local = threading.local()
+        self._shared: Any = None  # an in-memory SQLite has one connection for all threads
+        self._guard = threading.RLock()
+        self._open: list[Any] = []
+
+    @property
+    def shown(self) -> str:
+        """The URL without its password."""
+        return self.url.render_as_string(hide_password=True)
+
+    @property
+    def postgres(self) -> bool:
+        """Whether this is PostgreSQL."""
+        return self.dialect == "postgresql"
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether this is an SQLite database that lives in this process alone."""
+        return not self.postgres and self.url.database in (None, "", ":memory:")
+
+    def now(self) -> int:
+        """Return the database's time. SQLite has no clock but its process's."""
+        if not self.postgres:
+            return self._clock()
+        return int(self.run(f"SELECT {PG_NOW} AS now", {})[0]["now"])
+
+    def run(self, sql: str, params: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Run one statement in autocommit and return its rows.
+
+        Raises `ConnectionLost` where the connection broke under way, `DatabaseUnavailable` where none
+        could be made or SQLite stayed locked.
+        """
+        with self._serialised():
+            connection = self._connection()
+            try:
+                return self._execute(connection, sql, params)
+            except Exception as error:
+                raise self._translated(connection, error) from error
+
+    @contextmanager
+    def transaction(self) -> Iterator[Session]:
+        """Open a short transaction that may write; commits at the end, rolls back on any exception."""
+        with self._serialised():
+            connection = self._connection()
+            try:
+                self._execute(connection, "BEGIN" if self.postgres else "BEGIN IMMEDIATE", {})
+                yield _Open(self, connection)
+                self._execute(connection, "COMMIT", {})
+            except BaseException as error:
+                translated = self._translated(connection, error)
+                if not isinstance(translated, ConnectionLost):
+                    self._roll_back(connection)
+                if translated is error:
+                    raise
+                raise translated from error
+
+    def close(self) -> None:
+        """Close all connections that this process has opened."""
+        with self._guard:
+            for connection in self._open:
+                try:
+                    connection.close()
+                except Exception:
+                    continue  # another thread's, or broken already: nothing to save
+            self._open.clear()
+            self._shared = None
+            self._local = threading.local()
+
+    # ---- inside -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _serialised(self) -> Iterator[None]:
+        if self.in_memory:
+            with self._guard:
+                yield
+        else:
+            yield
+
+    def _connection(self) -> Any:
+        if self.in_memory:
+            if self._shared is None:
+                self._shared = self._connect()
+            return self._shared
+        held = getattr(self._local, "held", None)
+        if held is not None and held[0] == os.getpid() and not getattr(held[1], "closed", False):
+            return held[1]
+        # Never a connection from before a fork: two processes would read each other's answers.
+        connection = self._connect()
+        self._local.held = (os.getpid(), connection)
+        return connection
+
+    def _connect(self) -> Any:
+        connection = self._connect_postgres() if self.postgres else self._connect_sqlite()
+        with self._guard:
+            self._open.append(connection)
+        return connection
+
+    def _connect_sqlite(self) -> sqlite3.Connection:
+        database = self.url.database or ":memory:"
+        try:
+            connection = sqlite3.connect(
+                database,
+                timeout=_BUSY_TIMEOUT_MS / 1000,
+                isolation_level=None,
+                check_same_thread=False,
+                cached_statements=256,
+            )
+            connection.row_factory = sqlite3.Row
+            connection.execute(f"PRAGMA busy_timeout = {_BUSY_TIMEOUT_MS}")
+            if not self.in_memory:
+                _use_wal(connection)
+            connection.execute("PRAGMA synchronous = FULL")
+            connection.execute("PRAGMA foreign_keys = ON")
+        except sqlite3.Error as error:
+            raise DatabaseUnavailable(f"{self.shown}: {error}") from error
+        return connection
+
+    def _connect_postgres(self) -> Any:
+        try:
+            import psycopg
+            from psycopg.rows import dict_row
+        except ImportError:
+            raise UnsupportedDatabase(
+                self.shown, "PostgreSQL needs psycopg (pip install 'handrail[postgres]')"
+            ) from None
+        parameters: dict[str, Any] = {
+            "host": self.url.host,
+            "port": self.url.port,
+            "user": self.url.username,
+            "password": self.url.password,
+            "dbname": self.url.database,
+            "connect_timeout": _CONNECT_TIMEOUT_S,
+            "application_name": "handrail",
+            **{k: v for k, v in self.url.query.items() if isinstance(v, str)},
+        }
+        try:
+            connection = psycopg.connect(autocommit=True, row_factory=dict_row, **parameters)
+            connection.execute(f"SET statement_timeout = {_STATEMENT_TIMEOUT_MS}")
+            connection.execute(f"SET lock_timeout = {_STATEMENT_TIMEOUT_MS}")
+        except psycopg.Error as error:
+            raise DatabaseUnavailable(f"{self.shown}: {_first_line(error)}") from error
+        return connection
+
+    def _execute(
+        self, connection: Any, sql: str, params: Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
+        if self.postgres:
+            cursor = connection.execute(_psycopg(sql), params)
+            return cursor.fetchall() if cursor.description else []
+        cursor = connection.execute(sql, params)
+        rows = cursor.fetchall() if cursor.description else []
+        return [dict(row) for row in rows]
+
+    def _translated(self, connection: Any, error: BaseException) -> BaseException:
+        if isinstance(error, sqlite3.OperationalError):
+            return DatabaseUnavailable(f"{self.shown}: {error}") if _busy(error) else error
+        if not self.postgres:
+            return error
+        import psycopg
+
+        if isinstance(error, psycopg.OperationalError) and (connection.closed or connection.broken):
+            self._discard(connection)
+            return ConnectionLost(_first_line(error))
+        if isinstance(error, psycopg.errors.QueryCanceled | psycopg.errors.LockNotAvailable):
+            return DatabaseUnavailable(_first_line(error))
+        if isinstance(error, psycopg.errors.SerializationFailure | psycopg.errors.DeadlockDetected):
+            return DatabaseUnavailable(_first_line(error))
+        return error
+
+    def _roll_back(self, connection: Any) -> None:
+        try:
+            if self.postgres:
+                connection.rollback()
+            elif connection.in_transaction:
+                connection.execute("ROLLBACK")
+        except Exception:
+            self._discard(connection)
+
+    def _discard(self, connection: Any) -> None:
+        with self._guard:
+            if connection in self._open:
+                self._open.remove(connection)
+        self._local.held = None
+        try:
+            connection.close()
+        except Exception:
+            return  # it is broken: that is why it goes
+
+
+class _Open:
+    """An open transaction."""
+
+    def __init__(self, database: Database, connection: Any) -> None:
+        self._database = database
+        self._connection = connection
+
+    def run(self, sql: str, params: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return self._database._execute(self._connection, sql, params)
+
+
+#: PostgreSQL's own time in milliseconds, moving within a transaction.
+PG_NOW: Final = "(extract(epoch FROM clock_timestamp()) * 1000)::bigint"
+
+
+@lru_cache(maxsize=512)
+def _psycopg(sql: str) -> str:
+    return _PARAMETER.sub(r"%(\1)s", sql.replace("%", "%%"))
+
+
+def _use_wal(connection: sqlite3.Connection) -> None:
+    """Switch a file to WAL. Of two that switch a new one, SQLite refuses one at once, timeout or not."""
+    give_up_at = time.monotonic() + _BUSY_TIMEOUT_MS / 1000
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+        except sqlite3.OperationalError as error:
+            if not _busy(error) or time.monotonic() > give_up_at:
+                raise
+            time.sleep(0.01)
+        else:
+            return
+
+
+def _busy(error: sqlite3.OperationalError) -> bool:
+    text = str(error)
+    return "locked" in text or "busy" in text or "unable to open" in text or "disk" in text
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]
+
+
+def _wall_clock() -> int:
+    return time.time_ns() // 1_000_000

@@ -1,0 +1,99 @@
+"""Errors of the ledger, each with a stable code and a next step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from handrail.agent.errors import BadInput, HandrailError, TryLater
+
+
+@dataclass(eq=False)
+class NotMigrated(HandrailError):
+    """The database lacks our tables, or has those of another version."""
+
+    code: ClassVar[str] = "database-not-migrated"
+    found: str | None
+    wanted: str
+
+    def __str__(self) -> str:
+        return (
+            f"the ledger's database is at {self.found or 'no version'}, this program needs {self.wanted}:"
+            " run 'handrail db upgrade'"
+        )
+
+
+@dataclass(eq=False)
+class UnknownRevision(BadInput):
+    """A revision of the schema that this program does not have: mistyped, or of a newer release."""
+
+    code: ClassVar[str] = "unknown-revision"
+    revision: str
+
+    def __str__(self) -> str:
+        return (
+            f"this program knows no schema revision {self.revision!r}:"
+            " run the release of Handrail that has it"
+        )
+
+
+@dataclass(eq=False)
+class UnsupportedDatabase(BadInput):
+    """The database URL names something that the ledger cannot live in."""
+
+    code: ClassVar[str] = "unsupported-database"
+    url: str
+    problem: str
+
+    def __str__(self) -> str:
+        return (
+            f"database {self.url!r}: {self.problem};"
+            " use sqlite:///file.db or postgresql://user@host/name"
+        )
+
+
+@dataclass(eq=False)
+class DatabaseUnavailable(TryLater):
+    """The database cannot be reached, or the connection broke and nothing is known to be lost."""
+
+    code: ClassVar[str] = "database-unavailable"
+    problem: str
+
+    def __str__(self) -> str:
+        return f"the ledger's database is away ({self.problem}): check HANDRAIL_DATABASE_URL and the server"
+
+
+@dataclass(eq=False)
+class UnknownRun(BadInput):
+    """No run has this id (in this tenant)."""
+
+    code: ClassVar[str] = "unknown-run"
+    run_id: str
+
+    def __str__(self) -> str:
+        return f"there is no run {self.run_id!r}: list them with 'handrail runs'"
+
+
+@dataclass(eq=False)
+class RunExists(BadInput):
+    """A run with this id was enqueued before, with something else in it."""
+
+    code: ClassVar[str] = "run-exists"
+    run_id: str
+
+    def __str__(self) -> str:
+        return f"run {self.run_id!r} exists already: give another run_id, or a dedupe_key"
+
+
+@dataclass(eq=False)
+class NothingToApprove(BadInput):
+    """The run waits for no approval (any more)."""
+
+    code: ClassVar[str] = "nothing-to-approve"
+    run_id: str
+    status: str
+
+    def __str__(self) -> str:
+        return (
+            f"run {self.run_id!r} is {self.status} and waits for no approval: see 'handrail show'"
+        )

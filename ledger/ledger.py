@@ -1,0 +1,1110 @@
+"""The ledger: every transaction of Handrail is opened here, in a method for each thing the domain says.
+
+A step's path is a claim and a commit, one statement each. Everything else that moves a run goes through
+`rule`: lock the run row, then its effect, let a pure function decide, write its ruling, commit. A commit
+whose answer was lost is looked up by its writer before anything is decided.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeVar
+
+from handrail.agent.budget import Budget, BudgetLeft, CallLimits, Phase
+from handrail.agent.canonical import Json, canonical, dumps
+from handrail.agent.effects import Doubt, Effect, EffectStatus, Terms, upstream_key
+from handrail.agent.machine import RunState
+from handrail.agent.protocol import Locked, Ruling
+from handrail.agent.stage import InvokeTool, Park, ParkKind
+from handrail.agent.status import CLAIMABLE, TERMINAL, WITH_PERSON, Reason, RunEvent, RunStatus
+from handrail.agent.tools import Principal
+from handrail.agent.trace import RUN_MOVED, TraceEvent
+from handrail.ledger import statements
+from handrail.ledger.database import PG_NOW, ConnectionLost, Database, Session
+from handrail.ledger.errors import DatabaseUnavailable, RunExists, UnknownRun
+from handrail.ledger.rows import (
+    Row,
+    approval_of,
+    effect_columns,
+    effect_of,
+    escaped,
+    events_text,
+    plain,
+    state_columns,
+    state_of,
+)
+
+LEASE_MS: Final = 30_000
+#: A sweep that takes a batch and dies delays it by this long.
+POSTPONE_MS: Final = 15_000
+#: How often a transaction whose connection broke is tried before the caller is told.
+TRIES: Final = 3
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The right to run one step: what the ledger said when it was granted.
+
+    `state` is the run as it was last traced, with the claim's charges taken off; `status` is where the
+    claim has moved it, which the next write traces. `refusal` names the budget that refused the charge:
+    the step then commits that stop and starts nothing.
+    """
+
+    run_id: str
+    claim_id: str
+    epoch: int
+    phase: Phase
+    state: RunState
+    status: RunStatus
+    refusal: Reason | None
+    now: int
+    deadline_at: int | None
+    attempts: int
+    trace_seq: int
+    effect_id: str | None
+    traceparent: str | None
+
+    @property
+    def remaining_ms(self) -> int:
+        """Working time that was left when the claim was granted."""
+        return 0 if self.deadline_at is None else self.deadline_at - self.now
+
+
+@dataclass(frozen=True, slots=True)
+class DueStep:
+    """A step that is due: what a message about it says. It grants nothing."""
+
+    run_id: str
+    step: int
+    epoch: int
+    deadline_at: int | None
+    remaining_ms: int | None
+    budget: dict[str, int]
+    traceparent: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Woken:
+    """A run that the sweep has taken: a plain due step to publish again, or something to decide."""
+
+    run_id: str
+    status: RunStatus
+    plain_due: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewRun:
+    """A run to insert; see `handrail.Fleet.enqueue` for what the fields mean."""
+
+    run_id: str
+    tenant: str
+    workflow: str
+    workflow_version: str
+    goal: str
+    principal: Principal
+    input: Json
+    budget: Budget
+    limits: CallLimits
+    state: RunState
+    phase: Phase
+    events: tuple[TraceEvent, ...]
+    dedupe_key: str | None = None
+    traceparent: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Inserted:
+    """What `insert_run` did: the run's id, whether it is new, and its first step if it is."""
+
+    run_id: str
+    created: bool
+    due: DueStep | None
+
+
+class Ledger:
+    """The ledger in one database. `clock` (SQLite only) replaces the machine's clock, in milliseconds."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        clock: Callable[[], int] | None = None,
+        lease_ms: int = LEASE_MS,
+        new_id: Callable[[], str] | None = None,
+    ) -> None:
+        self.database = Database(url, clock=clock)
+        self.lease_ms = lease_ms
+        self._new_id = new_id or (lambda: secrets.token_hex(16))
+        self._postgres = self.database.postgres
+
+    def close(self) -> None:
+        """Close this process's connections."""
+        self.database.close()
+
+    def now(self) -> int:
+        """The ledger's time, in milliseconds since the epoch."""
+        return self.database.now()
+
+    # ---- accepting ------------------------------------------------------------------------------------
+
+    def insert_run(self, new: NewRun, session: Session | None = None) -> Inserted:
+        """Insert a run, or find the one that has its id or dedupe key; `RunExists` where they differ.
+
+        With `session` it takes part in the caller's own transaction.
+        """
+        if session is not None:
+            return self._insert(session, new)
+
+        def insert() -> Inserted:
+            with self.database.transaction() as tx:
+                return self._insert(tx, new)
+
+        # Natural keys make it repeatable: a lost answer is read back by the run's own id.
+        return self._again(insert)
+
+    def _insert(self, tx: Session, new: NewRun) -> Inserted:
+        now = self._time(tx)
+        left = new.state.left
+        columns = {
+            "id": new.run_id,
+            "tenant": new.tenant,
+            "workflow": new.workflow,
+            "workflow_version": new.workflow_version,
+            "goal": escaped(new.goal),
+            "principal": dumps(new.principal.to_json()),
+            "input": canonical(new.input),
+            "budget": dumps(new.budget.to_json()),
+            "limits": dumps(dict(new.limits.to_json())),
+            "dedupe_key": None if new.dedupe_key is None else escaped(new.dedupe_key),
+            "traceparent": new.traceparent,
+            "created_at": now,
+            **state_columns(new.state),
+            "traced_status": new.state.status.value,
+            "due_at": now,
+            "wake_at": now + statements.REPUBLISH_MS,
+            "deadline_at": now + new.budget.deadline_ms,
+            "expires_at": now + new.budget.expires_ms,
+            "phase": new.phase.value,
+            **_left_columns(left),
+            "trace_seq": len(new.events),
+        }
+        names = ", ".join(columns)
+        values = ", ".join(f":{name}" for name in columns)
+        inserted = tx.run(
+            f"INSERT INTO handrail_run ({names}) VALUES ({values}) ON CONFLICT DO NOTHING RETURNING id",
+            columns,
+        )
+        if not inserted:
+            return self._existing(tx, new)
+        for tool, calls in new.budget.per_tool.items():
+            tx.run(
+                "INSERT INTO handrail_tool_allowance (run_id, tool, calls_left)"
+                " VALUES (:run_id, :tool, :calls)",
+                {"run_id": new.run_id, "tool": tool, "calls": calls},
+            )
+        self._trace(tx, new.run_id, 0, new.events, self._new_id(), now)
+        due = DueStep(
+            new.run_id,
+            new.state.step,
+            0,
+            now + new.budget.deadline_ms,
+            new.budget.deadline_ms,
+            _snapshot(columns),
+            new.traceparent,
+        )
+        return Inserted(new.run_id, True, due)
+
+    def _existing(self, tx: Session, new: NewRun) -> Inserted:
+        rows = tx.run(
+            "SELECT id, workflow, goal, input FROM handrail_run"
+            " WHERE id = :id OR (tenant = :tenant AND dedupe_key = :dedupe_key)",
+            {
+                "id": new.run_id,
+                "tenant": new.tenant,
+                "dedupe_key": None if new.dedupe_key is None else escaped(new.dedupe_key),
+            },
+        )
+        for row in rows:
+            if row["id"] != new.run_id:
+                return Inserted(row["id"], False, None)  # a double click is one run
+            same = (row["workflow"], row["goal"], row["input"]) == (
+                new.workflow,
+                escaped(new.goal),
+                canonical(new.input),
+            )
+            if same:
+                return Inserted(row["id"], False, None)
+        raise RunExists(new.run_id)
+
+    # ---- a step's path --------------------------------------------------------------------------------
+
+    def claim(
+        self, run_id: str, epoch: int, *, holder: str, known: Collection[str]
+    ) -> Claim | None:
+        """Claim a due step; None for a late or duplicate message, or a workflow that is not known here.
+
+        `known` holds `name@version` of the workflows of this worker.
+        """
+        claim_id = self._new_id()
+        params: dict[str, Any] = {
+            "id": run_id,
+            "epoch": epoch,
+            "claim_id": claim_id,
+            "holder": holder,
+            "lease_ms": self.lease_ms,
+            "known": self._array(known),
+        }
+        try:
+            rows = self.database.run(statements.claim(self._postgres), self._timed(params))
+        except ConnectionLost:
+            # It may be ours all the same: the claim id tells it from another worker's.
+            rows = self._again(lambda: self._read(run_id))
+            rows = [row for row in rows if row["claim_id"] == claim_id]
+        return self._claim_of(rows[0]) if rows else None
+
+    def _claim_of(self, row: Row) -> Claim:
+        return Claim(
+            run_id=row["id"],
+            claim_id=row["claim_id"],
+            epoch=row["epoch"],
+            phase=Phase(row["phase"]),
+            state=state_of(row, status="traced_status"),
+            status=RunStatus(row["status"]),
+            refusal=Reason(row["refusal"]) if row["refusal"] else None,
+            now=row["now"],
+            deadline_at=row["deadline_at"],
+            attempts=row["attempts"],
+            trace_seq=row["trace_seq"],
+            effect_id=row["effect_id"],
+            traceparent=row["traceparent"],
+        )
+
+    def commit(
+        self, claim: Claim, ruling: Ruling, *, phase: Phase, output_bytes: int = 0
+    ) -> DueStep | bool:
+        """End a claimed step: write its ruling, release the lease, and say what is due.
+
+        Returns the next step, True where the run rests or has ended, False where nothing was written: the
+        claim was fenced off, or a cancel was wished meanwhile (`cancelled_meanwhile` tells).
+        """
+        state = ruling.state
+        simple = state.status in TERMINAL or (state.status in CLAIMABLE and not ruling.due_in_ms)
+        if not simple or ruling.effect is not None or ruling.charges_tool is not None:
+            return self._commit_by_rule(claim, ruling, phase, output_bytes)
+        due = state.status in CLAIMABLE
+        moves = _untraced(claim.state.status, claim.status, claim.state.step)
+        ruling = replace(ruling, events=(*moves, *ruling.events))
+        params = self._commit_params(claim, ruling, phase, output_bytes)
+        try:
+            rows = self._commit_once(params, ruling, due=due)
+        except ConnectionLost:
+            if self.written(claim.run_id, claim.claim_id, claim.trace_seq):
+                rows = [{"now": self.now()}]
+            else:
+                rows = self._commit_once(params, ruling, due=due)
+        if not rows:
+            return False
+        if not due:
+            return True
+        deadline_at = claim.deadline_at
+        return DueStep(
+            claim.run_id,
+            state.step,
+            claim.epoch,
+            deadline_at,
+            None if deadline_at is None else deadline_at - rows[0]["now"],
+            {
+                "steps": state.left.steps,
+                "model_calls": state.left.model_calls,
+                "tool_calls": state.left.tool_calls_available,
+            },
+            claim.traceparent,
+        )
+
+    def _commit_once(
+        self, params: dict[str, Any], ruling: Ruling, *, due: bool
+    ) -> list[dict[str, Any]]:
+        if self._postgres:
+            sql = statements.commit_in_one(
+                due=due, observes=ruling.observation is not None, outputs=len(ruling.outputs)
+            )
+            return self.database.run(sql, params)
+        with self.database.transaction() as tx:
+            params = self._timed(params)
+            rows = tx.run(statements.commit_run(False, due=due), params)
+            if rows:
+                run_id, version = params["id"], ruling.state.state_version
+                self._trace(
+                    tx, run_id, params["seq"], ruling.events, params["claim_id"], params["now"]
+                )
+                self._facts(tx, run_id, ruling, version)
+            return rows
+
+    def _commit_params(
+        self, claim: Claim, ruling: Ruling, phase: Phase, output_bytes: int
+    ) -> dict[str, Any]:
+        state = ruling.state
+        back = state.left.tool_calls_available - claim.state.left.tool_calls
+        params: dict[str, Any] = {
+            **state_columns(state),
+            "id": claim.run_id,
+            "epoch": claim.epoch,
+            "claim_id": claim.claim_id,
+            "phase": phase.value,
+            "tool_calls_back": max(0, min(back, claim.state.left.tool_calls_reserved)),
+            "output_bytes": min(output_bytes, claim.state.left.output_bytes),
+            "seq": claim.trace_seq,
+            "count": len(ruling.events),
+            "trace_seq": claim.trace_seq + len(ruling.events),
+            "events": events_text(ruling.events),
+        }
+        if ruling.observation is not None:
+            params |= {
+                "source": ruling.observation.source,
+                "text": escaped(ruling.observation.text),
+                "digest": ruling.observation.digest,
+            }
+        for number, (name, value) in enumerate(ruling.outputs.items()):
+            params |= {f"name_{number}": name, f"value_{number}": dumps(value)}
+        return params
+
+    def _commit_by_rule(
+        self, claim: Claim, ruling: Ruling, phase: Phase, output_bytes: int
+    ) -> DueStep | bool:
+        def decide(locked: Locked) -> Ruling | None:
+            mine = locked.claim_id == claim.claim_id and locked.epoch == claim.epoch
+            if not mine or locked.lease_until is None or locked.cancel_requested:
+                return None
+            return ruling
+
+        done = self.rule(claim.run_id, decide, phase=lambda _: phase, output_bytes=output_bytes)
+        if done.ruling is None:
+            return False
+        return done.due or True
+
+    def observed(self, run_id: str, digest: str) -> bool:
+        """Whether an observation is in the run's state already, however old."""
+        rows = self._again(
+            lambda: self.database.run(
+                "SELECT 1 AS found FROM handrail_observation"
+                " WHERE run_id = :run_id AND digest = :digest",
+                {"run_id": run_id, "digest": digest},
+            )
+        )
+        return bool(rows)
+
+    def charge_tool(self, claim: Claim, tool: str) -> bool:
+        """Charge a call against a tool's own limit, before the call; False where none is left.
+
+        Only tools with such a limit need it: their count is no part of the claim.
+        """
+        rows = self.database.run(
+            "UPDATE handrail_tool_allowance SET calls_left = calls_left - 1"
+            " WHERE run_id = :run_id AND tool = :tool AND calls_left > 0 AND EXISTS ("
+            "  SELECT 1 FROM handrail_run WHERE id = :run_id AND claim_id = :claim_id"
+            "  AND epoch = :epoch AND lease_until IS NOT NULL)"
+            " RETURNING calls_left",
+            {
+                "run_id": claim.run_id,
+                "tool": tool,
+                "claim_id": claim.claim_id,
+                "epoch": claim.epoch,
+            },
+        )
+        return bool(rows)
+
+    def renew(self, held: Sequence[tuple[str, str, int]], holder: str) -> dict[str, bool]:
+        """Renew the leases of all steps of a process in one statement.
+
+        `held` has (run id, claim id, no later than this instant). Returns the runs still held, each with
+        whether a cancel is wished; a run that is missing is lost.
+        """
+        if not held:
+            return {}
+        params: dict[str, Any] = {"lease_ms": self.lease_ms}
+        if self._postgres:
+            ids, claims, untils = ([item[i] for item in held] for i in range(3))
+            params |= {"ids": ids, "claims": claims, "untils": untils}
+            sql = statements.RENEW_POSTGRES
+        else:
+            params["held"] = json.dumps(list(held))
+            sql = statements.RENEW_SQLITE
+        rows = self.database.run(sql, self._timed(params))
+        return {row["id"]: row["cancel_requested_at"] is not None for row in rows}
+
+    def give_back(
+        self, claims: Sequence[str], *, unused: Sequence[str], holder: str
+    ) -> list[DueStep]:
+        """Give the leases of claims back in one statement; returns the steps that are due again."""
+        if not claims:
+            return []
+        params = {
+            "claims": self._array(claims),
+            "unused": self._array(unused),
+            "holder": holder,
+        }
+        rows = self.database.run(statements.give_back(self._postgres), self._timed(params))
+        return [_due_of(row) for row in rows]
+
+    # ---- decisions under lock ---------------------------------------------------------------------------
+
+    def rule(
+        self,
+        run_id: str,
+        decide: Callable[[Locked], Ruling | None],
+        *,
+        phase: Callable[[RunState], Phase] | None = None,
+        output_bytes: int = 0,
+        plan: tuple[InvokeTool, Terms] | None = None,
+        known_digest: str | None = None,
+    ) -> Ruled:
+        """Lock a run and its effect, let a pure function decide, and write what it rules.
+
+        Locks the run row first, then the effect, as every transaction on both does. `plan` inserts the
+        effect of a command's intent, or finds it, before the decision. Raises `UnknownRun`.
+        """
+        writer = self._new_id()
+        made: list[Ruled] = []
+
+        def transact() -> Ruled:
+            with self.database.transaction() as tx:
+                locked, row = self._lock(tx, run_id, plan, known_digest)
+                ruling = decide(locked)
+                done = Ruled(locked, ruling, None)
+                if ruling is not None:
+                    due = self._write(tx, row, locked, ruling, phase, output_bytes, writer)
+                    done = Ruled(locked, ruling, due)
+                made[:] = [done]
+                return done
+
+        for _ in range(TRIES):
+            try:
+                return transact()
+            except ConnectionLost:
+                # The answer to our COMMIT may be what was lost: read it back before deciding anew.
+                if made and made[0].ruling is not None and self.written(run_id, writer):
+                    return made[0]
+        raise DatabaseUnavailable("the connection broke several times in a row")
+
+    def written(self, run_id: str, writer: str, seq: int | None = None) -> bool:
+        """Whether a writer's events are in the trace: how a commit whose answer was lost is found."""
+        rows = self._again(
+            lambda: self.database.run(
+                "SELECT seq FROM handrail_trace WHERE run_id = :run_id AND writer = :writer",
+                {"run_id": run_id, "writer": writer},
+            )
+        )
+        return any(seq is None or row["seq"] == seq for row in rows)
+
+    def _lock(
+        self,
+        tx: Session,
+        run_id: str,
+        plan: tuple[InvokeTool, Terms] | None,
+        known_digest: str | None,
+    ) -> tuple[Locked, dict[str, Any]]:
+        rows = tx.run(statements.read_run(self._postgres), self._timed({"id": run_id}))
+        if not rows:
+            raise UnknownRun(run_id)
+        row = rows[0]
+        if plan is not None:
+            row["effect_id"] = self._plan(tx, row, *plan)
+        effect, others = self._lock_effect(tx, row)
+        approval = None
+        if row["status"] in ("awaiting_approval", "executing"):
+            found = tx.run(
+                "SELECT * FROM handrail_approval WHERE run_id = :run_id"
+                " AND status IN ('pending', 'approved') ORDER BY requested_at DESC LIMIT 1",
+                {"run_id": run_id},
+            )
+            approval = approval_of(found[0]) if found else None
+        known = known_digest is not None and bool(
+            tx.run(
+                "SELECT 1 AS found FROM handrail_observation"
+                " WHERE run_id = :run_id AND digest = :digest",
+                {"run_id": run_id, "digest": known_digest},
+            )
+        )
+        locked = Locked(
+            state=state_of(row, status="status"),
+            now=row["now"],
+            epoch=row["epoch"],
+            claim_id=row["claim_id"],
+            lease_until=row["lease_until"],
+            due_at=row["due_at"],
+            deadline_at=row["deadline_at"],
+            remaining_ms=row["remaining_ms"],
+            expires_at=row["expires_at"],
+            attempts=row["attempts"],
+            cancel_requested=row["cancel_requested_at"] is not None,
+            effect=effect,
+            other_holders=others,
+            approval=approval,
+            known=known,
+        )
+        return locked, row
+
+    def _lock_effect(self, tx: Session, row: Row) -> tuple[Effect | None, int]:
+        if row["effect_id"] is None:
+            return None, 0
+        lock = statements.dialect(self._postgres).lock
+        found = tx.run(
+            f"SELECT * FROM handrail_effect WHERE id = :id {lock}", {"id": row["effect_id"]}
+        )
+        holders = tx.run(
+            "SELECT count(*) AS others FROM handrail_effect_holder AS h"
+            " JOIN handrail_run AS r ON r.id = h.run_id"
+            " WHERE h.effect_id = :id AND h.run_id <> :run_id AND r.status <> 'cancelled'",
+            {"id": row["effect_id"], "run_id": row["id"]},
+        )
+        return effect_of(found[0]), holders[0]["others"]
+
+    def _plan(self, tx: Session, row: Row, command: InvokeTool, terms: Terms) -> str:
+        assert command.intent_key is not None
+        effect_id = upstream_key(row["tenant"], command.intent_key)
+        tx.run(
+            "INSERT INTO handrail_effect (id, tenant, intent_key, tool, contract_version, arguments,"
+            " arguments_hash, terms, created_at, status, doubt, queries_left)"
+            " VALUES (:id, :tenant, :intent_key, :tool, :contract_version, :arguments,"
+            " :arguments_hash, :terms, :now, 'planned', 'none', 0) ON CONFLICT DO NOTHING",
+            {
+                "id": effect_id,
+                "tenant": row["tenant"],
+                "intent_key": escaped(command.intent_key),
+                "tool": command.tool,
+                "contract_version": command.contract_version,
+                "arguments": dumps(dict(command.arguments)),
+                "arguments_hash": command.arguments_hash,
+                "terms": dumps(terms.to_json()),
+                "now": row["now"],
+            },
+        )
+        return effect_id
+
+    def _write(
+        self,
+        tx: Session,
+        row: dict[str, Any],
+        locked: Locked,
+        ruling: Ruling,
+        phase: Callable[[RunState], Phase] | None,
+        output_bytes: int,
+        writer: str,
+    ) -> DueStep | None:
+        state, now, run_id = ruling.state, locked.now, locked.state.run_id
+        traced, status = RunStatus(row["traced_status"]), RunStatus(row["status"])
+        events = (*_untraced(traced, status, locked.state.step), *ruling.events)
+        seq = row["trace_seq"]
+        changes: dict[str, Any] = {
+            **state_columns(state),
+            **_left_columns(state.left),
+            "traced_status": state.status.value if events else row["traced_status"],
+            "trace_seq": seq + len(events),
+            "effect_id": row["effect_id"],
+            "output_bytes_left": max(0, row["output_bytes_left"] - output_bytes),
+        }
+        if state.told is not None:
+            changes["phase"] = Phase.RESUME.value
+        elif phase is not None:
+            changes["phase"] = phase(state).value
+        if ruling.attempts is not None:
+            changes["attempts"] = ruling.attempts
+        if ruling.wish:
+            changes["cancel_requested_at"] = now
+        changes |= self._when(row, locked, ruling)
+        names = ", ".join(f"{name} = :{name}" for name in changes)
+        updated = tx.run(
+            f"UPDATE handrail_run SET {names} WHERE id = :id AND epoch = :was_epoch"
+            " AND status = :was_status RETURNING id",
+            {**changes, "id": run_id, "was_epoch": locked.epoch, "was_status": row["status"]},
+        )
+        assert updated, "the row is locked"
+        if ruling.charges_tool is not None and ruling.charges_tool in locked.state.left.per_tool:
+            tx.run(
+                "UPDATE handrail_tool_allowance SET calls_left = calls_left - 1"
+                " WHERE run_id = :run_id AND tool = :tool",
+                {"run_id": run_id, "tool": ruling.charges_tool},
+            )
+        if events:
+            self._trace(tx, run_id, seq, events, writer, now)
+        self._facts(tx, run_id, ruling, state.state_version)
+        self._write_effect(tx, locked, ruling, row)
+        self._write_people(tx, locked, ruling)
+        if not ruling.publish:
+            return None
+        return _due_of({**row, **changes, "id": run_id, "now": now, "epoch": changes["epoch"]})
+
+    def _when(self, row: Row, locked: Locked, ruling: Ruling) -> dict[str, Any]:
+        """Who holds the run, when it is due, and when the sweep must look at it."""
+        state, now = ruling.state, locked.now
+        epoch = locked.epoch + (ruling.lease == "take")
+        when: dict[str, Any] = {"epoch": epoch, "lease_until": row["lease_until"]}
+        if ruling.deadline_in_ms is not None:
+            when |= {"deadline_at": now + ruling.deadline_in_ms, "remaining_ms": None}
+        if ruling.lease == "keep" and row["lease_until"] is not None:
+            until = row["lease_until"]
+            if ruling.lease_ms is not None:
+                until = max(until, now + ruling.lease_ms)
+            return {**when, "lease_until": until, "wake_at": until}
+        when["lease_until"] = None
+        if state.status in CLAIMABLE:
+            if ruling.lease == "keep":  # nothing moved: leave it due as it was
+                return {**when, "due_at": row["due_at"], "wake_at": row["wake_at"]}
+            due_at = now + ruling.due_in_ms
+            return {
+                **when,
+                "due_at": due_at,
+                "wake_at": due_at + statements.REPUBLISH_MS,
+                "publishes": 0,
+            }
+        when |= {"due_at": None, "wake_at": None}
+        if state.status in (RunStatus.AWAITING_APPROVAL, RunStatus.AWAITING_INPUT):
+            # Waiting for a person uses no working time; the hard expiry does not pause.
+            waits = ruling.park.expires_ms if ruling.park else row["expires_at"] - now
+            wake_at = min(now + waits, row["expires_at"])
+            parked = {"deadline_at": None, "remaining_ms": max(0, locked.left_ms)}
+            return {**when, **parked, "wake_at": wake_at}
+        if state.status not in TERMINAL and state.status not in WITH_PERSON:
+            pause = ruling.wake_in_ms if ruling.wake_in_ms is not None else self.lease_ms
+            when["wake_at"] = now + pause
+        return when
+
+    def _write_effect(self, tx: Session, locked: Locked, ruling: Ruling, row: Row) -> None:
+        effect = locked.effect
+        if ruling.effect is not None and ruling.effect != effect:
+            assert effect is not None
+            columns = effect_columns(ruling.effect)
+            names = ", ".join(f"{name} = :{name}" for name in columns)
+            updated = tx.run(
+                f"UPDATE handrail_effect SET {names} WHERE id = :id AND token = :was_token"
+                " AND status = :was_status RETURNING id",
+                {
+                    **columns,
+                    "id": effect.id,
+                    "was_token": effect.token,
+                    "was_status": effect.status.value,
+                },
+            )
+            assert updated, "the effect is locked"
+        if ruling.joins and effect is not None:
+            tx.run(
+                "INSERT INTO handrail_effect_holder (effect_id, run_id)"
+                " VALUES (:effect_id, :run_id) ON CONFLICT DO NOTHING",
+                {"effect_id": effect.id, "run_id": locked.state.run_id},
+            )
+        if ruling.evidence is not None and effect is not None:
+            kind, detail = ruling.evidence
+            self.note(tx, effect, kind, detail, locked.now)
+
+    def note(
+        self, tx: Session, effect: Effect, kind: str, detail: Mapping[str, Json], now: int
+    ) -> None:
+        """Append what was learned about an effect."""
+        tx.run(
+            "INSERT INTO handrail_evidence (id, effect_id, token, kind, at, detail)"
+            " VALUES (:id, :effect_id, :token, :kind, :now, :detail)",
+            {
+                "id": self._new_id(),
+                "effect_id": effect.id,
+                "token": effect.token,
+                "kind": kind,
+                "now": now,
+                "detail": canonical(detail),
+            },
+        )
+
+    def _write_people(self, tx: Session, locked: Locked, ruling: Ruling) -> None:
+        run_id, now = locked.state.run_id, locked.now
+        if ruling.consumes_approval and locked.approval is not None:
+            assert locked.effect is not None
+            consumed = tx.run(
+                "UPDATE handrail_approval SET status = 'consumed', effect_id = :effect_id"
+                " WHERE id = :id AND status = 'approved' RETURNING id",
+                {"id": locked.approval.id, "effect_id": locked.effect.id},
+            )
+            assert consumed, "the run is locked, and approvals move under its lock"
+        elif ruling.approval_status is not None and locked.approval is not None:
+            tx.run(
+                "UPDATE handrail_approval SET status = :status, decided_at = :now,"
+                " decided_by = :decided_by WHERE id = :id AND status IN ('pending', 'approved')",
+                {
+                    "id": locked.approval.id,
+                    "status": ruling.approval_status,
+                    "now": now,
+                    "decided_by": ruling.decided_by,
+                },
+            )
+        if ruling.park is not None and ruling.park.kind is ParkKind.APPROVAL:
+            self._request_approval(tx, ruling.state, ruling.park, now)
+        if ruling.handoff is not None:
+            reason = ruling.handoff["reason"]
+            tx.run(
+                "INSERT INTO handrail_handoff (id, run_id, effect_id, reason, package, status,"
+                " opened_at) VALUES (:id, :run_id, :effect_id, :reason, :package, 'open', :now)"
+                " ON CONFLICT DO NOTHING",
+                {
+                    "id": self._new_id(),
+                    "run_id": run_id,
+                    "effect_id": locked.effect.id if locked.effect else None,
+                    "reason": reason,
+                    "package": canonical(ruling.handoff),
+                    "now": now,
+                },
+            )
+
+    def _request_approval(self, tx: Session, state: RunState, park: Park, now: int) -> None:
+        action = park.action
+        assert action is not None
+        tx.run(
+            "INSERT INTO handrail_approval (id, run_id, step, state_version, tool,"
+            " contract_version, intent_key, arguments, arguments_hash, subject, status,"
+            " requested_at, expires_at) VALUES (:id, :run_id, :step, :state_version, :tool,"
+            " :contract_version, :intent_key, :arguments, :arguments_hash, :subject, 'pending',"
+            " :now, :expires_at)",
+            {
+                "id": self._new_id(),
+                "run_id": state.run_id,
+                "step": state.step,
+                "state_version": action.state_version,
+                "tool": action.tool,
+                "contract_version": action.contract_version,
+                "intent_key": None if action.intent_key is None else escaped(action.intent_key),
+                "arguments": dumps(dict(action.arguments)),
+                "arguments_hash": action.arguments_hash,
+                "subject": state.principal.subject,
+                "now": now,
+                "expires_at": now + park.expires_ms,
+            },
+        )
+
+    # ---- the sweep ------------------------------------------------------------------------------------
+
+    def due_for_sweep(self, *, limit: int) -> list[Woken]:
+        """Take a batch of runs that the sweep must look at; one indexed statement where none is due."""
+        params = self._timed({"limit": limit, "postpone_ms": POSTPONE_MS})
+        rows = self.database.run(statements.due_for_sweep(self._postgres), params)
+        return [
+            Woken(
+                row["id"],
+                RunStatus(row["status"]),
+                plain_due=row["status"] in ("queued", "running", "executing")
+                and row["lease_until"] is None
+                and row["due_at"] is not None
+                and row["cancel_requested_at"] is None
+                and row["deadline_at"] is not None
+                and row["deadline_at"] > row["now"]
+                and row["expires_at"] > row["now"],
+            )
+            for row in rows
+        ]
+
+    def republish(self, run_ids: Sequence[str]) -> list[DueStep]:
+        """Count a publication of due steps and set their next one; returns what to publish."""
+        if not run_ids:
+            return []
+        params = self._timed({"ids": self._array(run_ids)})
+        return [
+            _due_of(row) for row in self.database.run(statements.republish(self._postgres), params)
+        ]
+
+    def wake_later(self, run_id: str, pause_ms: int) -> None:
+        """Have the sweep look at a run again after a pause, if it has to look at it at all."""
+        now = PG_NOW if self._postgres else ":now"
+        self.database.run(
+            f"UPDATE handrail_run SET wake_at = {now} + :pause"
+            " WHERE id = :id AND wake_at IS NOT NULL",
+            self._timed({"id": run_id, "pause": pause_ms}),
+        )
+
+    def beat(self, name: str, kind: str) -> None:
+        """Record that a part of the fleet has finished work."""
+        now = PG_NOW if self._postgres else ":now"
+        self.database.run(
+            f"INSERT INTO handrail_heartbeat (name, kind, at) VALUES (:name, :kind, {now})"
+            " ON CONFLICT (name) DO UPDATE SET at = excluded.at, kind = excluded.kind",
+            self._timed({"name": name, "kind": kind}),
+        )
+
+    # ---- reading --------------------------------------------------------------------------------------
+
+    def read(self, run_id: str) -> dict[str, Any]:
+        """Read one run's row with its state. Raises `UnknownRun`."""
+        rows = self._again(lambda: self._read(run_id))
+        if not rows:
+            raise UnknownRun(run_id)
+        return {**rows[0], "state": state_of(rows[0], status="status")}
+
+    def _read(self, run_id: str) -> list[dict[str, Any]]:
+        return self.database.run(
+            statements.read_run(self._postgres, lock=False), self._timed({"id": run_id})
+        )
+
+    def trace(self, run_id: str) -> list[dict[str, Any]]:
+        """Read a run's trace: events with a gapless `seq`, in order."""
+        rows = self.database.run(
+            "SELECT seq, at, events FROM handrail_trace WHERE run_id = :run_id ORDER BY seq",
+            {"run_id": run_id},
+        )
+        return [
+            {"run_id": run_id, "seq": row["seq"] + offset, "at": row["at"], **event}
+            for row in rows
+            for offset, event in enumerate(json.loads(row["events"]))
+        ]
+
+    def observations(self, run_id: str) -> list[dict[str, Any]]:
+        """Read all observations of a run, in order."""
+        rows = self.database.run(
+            "SELECT seq, source, text FROM handrail_observation WHERE run_id = :run_id ORDER BY seq",
+            {"run_id": run_id},
+        )
+        return [{**row, "text": plain(row["text"])} for row in rows]
+
+    def list_runs(
+        self, *, status: str | None = None, workflow: str | None = None, limit: int = 50
+    ) -> list[dict[str, Any]]:
+        """List runs, newest first."""
+        where, params = ["1 = 1"], {"limit": limit}
+        for name, value in (("status", status), ("workflow", workflow)):
+            if value is not None:
+                where.append(f"{name} = :{name}")
+                params[name] = value  # type: ignore[assignment]
+        return self.database.run(
+            "SELECT id, tenant, workflow, workflow_version, status, reason, step, created_at,"
+            " steps_left, model_calls_left, tool_calls_left, tool_calls_reserved, budget"
+            f" FROM handrail_run WHERE {' AND '.join(where)}"
+            " ORDER BY created_at DESC, id DESC LIMIT :limit",
+            params,
+        )
+
+    def effects(
+        self, *, run_id: str | None = None, unresolved: bool = False
+    ) -> list[dict[str, Any]]:
+        """List effects, oldest first, with their age in doubt in milliseconds where they have one."""
+        where, params = ["1 = 1"], {}
+        if run_id is not None:
+            where.append(
+                "(owner_run_id = :run_id OR id IN"
+                " (SELECT effect_id FROM handrail_effect_holder WHERE run_id = :run_id)"
+                " OR id = (SELECT effect_id FROM handrail_run WHERE id = :run_id))"
+            )
+            params["run_id"] = run_id
+        if unresolved:
+            where.append("unknown_since IS NOT NULL")
+        rows = self.database.run(
+            f"SELECT * FROM handrail_effect WHERE {' AND '.join(where)} ORDER BY created_at", params
+        )
+        now = self.now()
+        return [_effect_info(row, now) for row in rows]
+
+    def effect(self, effect_id: str) -> Effect:
+        """Read one effect."""
+        rows = self._again(
+            lambda: self.database.run(
+                "SELECT * FROM handrail_effect WHERE id = :id", {"id": effect_id}
+            )
+        )
+        return effect_of(rows[0])
+
+    def evidence(self, effect_id: str) -> list[dict[str, Any]]:
+        """Read what was learned about an effect, in order."""
+        rows = self.database.run(
+            "SELECT token, kind, at, detail FROM handrail_evidence"
+            " WHERE effect_id = :id ORDER BY at, id",
+            {"id": effect_id},
+        )
+        return [{**row, "detail": json.loads(row["detail"])} for row in rows]
+
+    def handoffs(self, *, run_id: str | None = None) -> list[dict[str, Any]]:
+        """List open handoffs, oldest first."""
+        only = "" if run_id is None else " AND run_id = :run_id"
+        rows = self.database.run(
+            "SELECT id, run_id, effect_id, reason, package, opened_at FROM handrail_handoff"
+            f" WHERE status = 'open'{only} ORDER BY opened_at",
+            {} if run_id is None else {"run_id": run_id},
+        )
+        return [{**row, "package": json.loads(row["package"])} for row in rows]
+
+    def approvals(self, *, run_id: str | None = None) -> list[dict[str, Any]]:
+        """List requests for approval that are open, oldest first, with the exact arguments."""
+        only = "" if run_id is None else " AND run_id = :run_id"
+        rows = self.database.run(
+            "SELECT id, run_id, tool, contract_version, arguments, arguments_hash, subject,"
+            " requested_at, expires_at FROM handrail_approval"
+            f" WHERE status = 'pending'{only} ORDER BY requested_at",
+            {} if run_id is None else {"run_id": run_id},
+        )
+        return [{**row, "arguments": json.loads(row["arguments"])} for row in rows]
+
+    def figures(self) -> dict[str, Any]:
+        """What an operator watches: runs by status, lag of the sweep, doubts and their age."""
+        now = self.now()
+        by_status = self.database.run(
+            "SELECT status, count(*) AS runs FROM handrail_run GROUP BY status", {}
+        )
+        lag = self.database.run(
+            "SELECT min(wake_at) AS oldest FROM handrail_run WHERE wake_at IS NOT NULL", {}
+        )[0]["oldest"]
+        doubt = self.database.run(
+            "SELECT count(*) AS effects, min(unknown_since) AS oldest FROM handrail_effect"
+            " WHERE unknown_since IS NOT NULL",
+            {},
+        )[0]
+        beats = self.database.run("SELECT name, kind, at FROM handrail_heartbeat", {})
+        return {
+            "runs": {row["status"]: row["runs"] for row in by_status},
+            "sweep_lag_ms": max(0, now - lag) if lag is not None else 0,
+            "unknown_effects": doubt["effects"],
+            "oldest_unknown_ms": now - doubt["oldest"] if doubt["oldest"] is not None else 0,
+            "heartbeats": {row["name"]: now - row["at"] for row in beats},
+        }
+
+    # ---- inside ---------------------------------------------------------------------------------------
+
+    def _trace(
+        self,
+        tx: Session,
+        run_id: str,
+        seq: int,
+        events: tuple[TraceEvent, ...],
+        writer: str,
+        now: int,
+    ) -> None:
+        params = {
+            "run_id": run_id,
+            "seq": seq,
+            "count": len(events),
+            "writer": writer,
+            "now": now,
+            "events": events_text(events),
+        }
+        tx.run(statements.INSERT_TRACE, params)
+
+    def _facts(self, tx: Session, run_id: str, ruling: Ruling, version: int) -> None:
+        if ruling.observation is not None:
+            tx.run(
+                statements.INSERT_OBSERVATION,
+                {
+                    "run_id": run_id,
+                    "seq": ruling.state.observation_count,
+                    "source": ruling.observation.source,
+                    "text": escaped(ruling.observation.text),
+                    "digest": ruling.observation.digest,
+                },
+            )
+        for name, value in ruling.outputs.items():
+            params = {"run_id": run_id, "name": name, "version": version, "value": dumps(value)}
+            tx.run(statements.INSERT_OUTPUT, params)
+
+    def _time(self, tx: Session) -> int:
+        if not self._postgres:
+            return self.database.now()
+        return int(tx.run(f"SELECT {PG_NOW} AS now", {})[0]["now"])
+
+    def _timed(self, params: dict[str, Any]) -> dict[str, Any]:
+        # PostgreSQL reads its own clock inside the statement; SQLite has none but ours.
+        return params if self._postgres else {**params, "now": self.database.now()}
+
+    def _array(self, values: Collection[str]) -> Any:
+        return list(values) if self._postgres else json.dumps(list(values))
+
+    def _again(self, act: Callable[[], _T]) -> _T:
+        for _ in range(TRIES - 1):
+            try:
+                return act()
+            except ConnectionLost:
+                continue
+        try:
+            return act()
+        except ConnectionLost as error:
+            raise DatabaseUnavailable(str(error)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Ruled:
+    """What a decision under lock came to: what was seen, what was ruled (if anything), what is due."""
+
+    locked: Locked
+    ruling: Ruling | None
+    due: DueStep | None
+
+
+def _untraced(traced: RunStatus, status: RunStatus, step: int) -> tuple[TraceEvent, ...]:
+    """A claim moves the status alone; whoever writes next records that move."""
+    if traced is status:
+        return ()
+    cause = RunEvent.STEP_CLAIMED if traced is RunStatus.QUEUED else RunEvent.CHECKPOINT_RESUMED
+    detail: dict[str, Json] = {"event": cause.value, "from": traced.value, "to": status.value}
+    return (TraceEvent(RUN_MOVED, step, detail),)
+
+
+def _left_columns(left: BudgetLeft) -> dict[str, int]:
+    return {
+        "steps_left": left.steps,
+        "model_calls_left": left.model_calls,
+        "tool_calls_left": left.tool_calls,
+        "tool_calls_reserved": left.tool_calls_reserved,
+        "tokens_left": left.tokens,
+        "cost_microusd_left": left.cost_microusd,
+        "output_bytes_left": left.output_bytes,
+    }
+
+
+def _snapshot(row: Row) -> dict[str, int]:
+    return {
+        "steps": row["steps_left"],
+        "model_calls": row["model_calls_left"],
+        "tool_calls": row["tool_calls_left"],
+    }
+
+
+def _due_of(row: Row) -> DueStep:
+    deadline_at = row["deadline_at"]
+    return DueStep(
+        row["id"],
+        row["step"],
+        row["epoch"],
+        deadline_at,
+        None if deadline_at is None else deadline_at - row["now"],
+        _snapshot(row),
+        row["traceparent"],
+    )
+
+
+def _effect_info(row: Row, now: int) -> dict[str, Any]:
+    terms = json.loads(row["terms"])
+    return {
+        "id": row["id"],
+        "tenant": row["tenant"],
+        "intent_key": plain(row["intent_key"]),
+        "tool": row["tool"],
+        "arguments": json.loads(row["arguments"]),
+        "status": row["status"],
+        "token": row["token"],
+        "owner_run_id": row["owner_run_id"],
+        "attempts": row["attempts"],
+        "trigger": row["doubt_trigger"],
+        "recovery": "query" if terms["can_query"] else "human",
+        "age_ms": None if row["unknown_since"] is None else now - row["unknown_since"],
+        "queries_left": row["queries_left"],
+        "next_query_at": row["next_query_at"],
+        "evidence": row["evidence"],
+        "result": json.loads(row["result"]) if row["result"] else None,
+    }
+
+
+__all__ = [
+    "Claim",
+    "Doubt",
+    "DueStep",
+    "EffectStatus",
+    "Inserted",
+    "Ledger",
+    "NewRun",
+    "Ruled",
+    "Woken",
+]

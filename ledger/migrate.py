@@ -1,0 +1,213 @@
+"""Brings a database to the ledger's schema, takes it back, and tells whether it is there.
+
+An upgrade is one transaction under a lock: it happens as a whole or not at all, and of two that
+start together one waits and finds nothing left to do. The schema's version is kept in a table of
+our own, so a host that uses Alembic too keeps its history apart.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterable, MutableMapping
+from functools import lru_cache
+from importlib.resources import as_file, files
+from typing import Any, Final, TypeAlias
+
+from alembic.operations import Operations
+from alembic.runtime.migration import MigrationContext, RevisionStep
+from alembic.script import ScriptDirectory
+from alembic.util import CommandError
+from sqlalchemy.engine import URL, Connection, create_engine, make_url
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.pool import NullPool
+from sqlalchemy.schema import CreateIndex, CreateTable, DDLElement
+
+from handrail.ledger.database import Database
+from handrail.ledger.errors import (
+    DatabaseUnavailable,
+    NotMigrated,
+    UnknownRevision,
+    UnsupportedDatabase,
+)
+from handrail.ledger.tables import METADATA
+
+HEAD: Final = "0001"
+VERSION_TABLE: Final = "handrail_alembic_version"
+#: Records: written once, deleted with their run, never changed.
+APPEND_ONLY: Final = ("handrail_trace", "handrail_observation", "handrail_evidence")
+
+_OURS: Final = "handrail_"
+_UNDEFINED_TABLE: Final = "42P01"
+_LOCK_KEY: Final = int.from_bytes(b"handrail", "big")  # an advisory lock's key has 64 bits
+#: A change that waits for a table makes everybody behind it wait: better to give up and try later.
+_LOCK_TIMEOUT_S: Final = 10
+_CONNECT_TIMEOUT_S: Final = 5
+
+#: How Alembic lists the steps between the revisions that were found and the one that is wanted.
+_Plan: TypeAlias = Callable[[ScriptDirectory, str, Any], Iterable[RevisionStep]]
+
+
+def upgrade(url: str | URL, revision: str = "head") -> str:
+    """Bring a database up to a revision and return the one it is at; a second call changes nothing.
+
+    Raises `UnsupportedDatabase`, `DatabaseUnavailable` (also where another upgrade or a long
+    transaction held its lock for ten seconds), and `UnknownRevision` where the database is newer
+    than this program.
+    """
+    reached = _migrate(url, revision, ScriptDirectory._upgrade_revs)
+    if reached is None:  # "base" is no place that leads up
+        raise UnknownRevision(revision)
+    return reached
+
+
+def downgrade(url: str | URL, revision: str = "base") -> str | None:
+    """Take a database back to a revision, or drop all our tables ("base"); raises as `upgrade`."""
+    return _migrate(url, revision, ScriptDirectory._downgrade_revs)
+
+
+def current(url: str | URL) -> str | None:
+    """Return the revision that a database is at, or None where it has none of our tables."""
+    database = Database(url)
+    try:
+        return _revision(database)
+    finally:
+        database.close()
+
+
+def check_migrated(database: Database) -> None:
+    """Raise `NotMigrated` unless the database is at this program's revision; one statement."""
+    found = _revision(database)
+    if found != HEAD:
+        raise NotMigrated(found, HEAD)
+
+
+def create_all(database: Database) -> None:
+    """Create the schema in an empty database over its own connection.
+
+    The result is that of `upgrade`, its version included; an in-memory SQLite can be reached in no
+    other way.
+    """
+    with database.transaction() as session:
+        for statement in _statements(database.postgres):
+            session.run(statement, {})
+
+
+def include_name(name: str | None, kind: str, parents: MutableMapping[Any, str | None]) -> bool:
+    """Tell a host's Alembic to pass over our tables: `configure(..., include_name=include_name)`.
+
+    They are in no MetaData of the host's, so its autogenerate would take them for left-overs.
+    """
+    return kind != "table" or not (name or "").startswith(_OURS)
+
+
+# ---- inside --------------------------------------------------------------------------------------
+
+
+def _revision(database: Database) -> str | None:
+    try:
+        rows = database.run(f"SELECT version_num FROM {VERSION_TABLE}", {})
+    except Exception as error:
+        if _lacks_the_table(error):
+            return None
+        raise
+    return ", ".join(sorted(row["version_num"] for row in rows)) or None
+
+
+def _lacks_the_table(error: Exception) -> bool:
+    return getattr(error, "sqlstate", None) == _UNDEFINED_TABLE or "no such table" in str(error)
+
+
+def _migrate(url: str | URL, revision: str, plan: _Plan) -> str | None:
+    database = Database(url)
+    if database.in_memory:
+        raise UnsupportedDatabase(database.shown, "it is gone when its connection closes")
+    options: dict[str, Any] = {"poolclass": NullPool}
+    if database.postgres:
+        address = database.url.set(drivername="postgresql+psycopg")
+        options["connect_args"] = {"connect_timeout": _CONNECT_TIMEOUT_S}
+    else:
+        address = database.url.set(drivername="sqlite")
+        options["connect_args"] = {"timeout": _LOCK_TIMEOUT_S}
+    try:
+        engine = create_engine(address, **options)
+    except ImportError:
+        raise UnsupportedDatabase(
+            database.shown, "PostgreSQL needs psycopg (pip install 'handrail[postgres]')"
+        ) from None
+    try:
+        with engine.begin() as connection:
+            _lock(connection)
+            return _run(connection, revision, plan)
+    except OperationalError as error:
+        if getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_ERROR:
+            raise  # the statement is at fault, and would be later too
+        problem = (str(error.orig).splitlines() or ["no reason given"])[0]
+        raise DatabaseUnavailable(f"{database.shown}: {problem}") from error
+
+
+def _lock(connection: Connection) -> None:
+    """Let one upgrade at a time into the database, until its transaction ends."""
+    if connection.dialect.name == "postgresql":
+        connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{_LOCK_TIMEOUT_S}s'")
+        connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_LOCK_KEY})")
+    else:
+        # The driver begins late, and not at all for DDL; it commits what we begin.
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+
+def _run(connection: Connection, revision: str, plan: _Plan) -> str | None:
+    with as_file(files("handrail.ledger.migrations")) as directory:
+        script = ScriptDirectory(str(directory))
+
+        def steps(found: Any, _: MigrationContext) -> Iterable[RevisionStep]:
+            blamed = ", ".join(found)
+            try:
+                script.get_revisions(found)
+                blamed = revision
+                return plan(script, revision, found)
+            except CommandError:
+                raise UnknownRevision(blamed) from None
+
+        context = MigrationContext.configure(
+            connection, opts={"version_table": VERSION_TABLE, "fn": steps}
+        )
+        with Operations.context(context):
+            context.run_migrations()
+        return context.get_current_revision()
+
+
+@lru_cache
+def _statements(postgres: bool) -> tuple[str, ...]:
+    """Return the statements that create at once what the migrations add up to."""
+    dialect = make_url("postgresql+psycopg://" if postgres else "sqlite://").get_dialect()()
+    statements: list[DDLElement] = []
+    for table in METADATA.sorted_tables:
+        statements.append(CreateTable(table))
+        statements += map(CreateIndex, sorted(table.indexes, key=lambda index: str(index.name)))
+    return (
+        *(str(statement.compile(dialect=dialect)) for statement in statements),
+        *(_POSTGRES if postgres else ()),
+        *(
+            f"CREATE TRIGGER {table}_append_only BEFORE UPDATE ON {table} "
+            + (_REFUSAL_POSTGRES if postgres else _REFUSAL_SQLITE.format(table=table))
+            for table in APPEND_ONLY
+        ),
+        f"CREATE TABLE {VERSION_TABLE} (\n\tversion_num VARCHAR(32) NOT NULL, \n"
+        f"\tCONSTRAINT {VERSION_TABLE}_pkc PRIMARY KEY (version_num)\n)",
+        f"INSERT INTO {VERSION_TABLE} VALUES ('{HEAD}')",
+    )
+
+
+_POSTGRES: Final = (
+    """
+    CREATE FUNCTION handrail_append_only() RETURNS trigger LANGUAGE plpgsql AS $$
+    BEGIN
+        RAISE EXCEPTION 'handrail: % is append-only', TG_TABLE_NAME
+            USING ERRCODE = 'integrity_constraint_violation';
+    END
+    $$
+    """,
+    "ALTER TABLE handrail_run SET (autovacuum_vacuum_scale_factor = 0.01)",
+)
+_REFUSAL_POSTGRES: Final = "FOR EACH ROW EXECUTE FUNCTION handrail_append_only()"
+_REFUSAL_SQLITE: Final = "BEGIN SELECT RAISE(ABORT, 'handrail: {table} is append-only'); END"

@@ -1,0 +1,1 @@
+"""The history of the ledger's schema. A released revision is never edited: write the next one."""

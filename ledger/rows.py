@@ -1,0 +1,192 @@
+"""Between rows and values: what the tables hold, as the core's immutable values, and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from handrail.agent.budget import Budget, BudgetLeft, CallLimits
+from handrail.agent.canonical import Json, dumps, normal
+from handrail.agent.commands import (
+    command_from_json,
+    command_to_json,
+    told_from_json,
+    told_to_json,
+)
+from handrail.agent.effects import Doubt, Effect, EffectStatus, Terms, Trigger
+from handrail.agent.machine import Level, RunState
+from handrail.agent.protocol import Approval
+from handrail.agent.stage import Observation
+from handrail.agent.status import Reason, RunStatus
+from handrail.agent.tools import Principal
+from handrail.agent.trace import TraceEvent
+
+Row = Mapping[str, Any]
+
+
+def escaped(text: str) -> str:
+    """Write any text in ASCII, reversibly: NUL and lone surrogates can be stored and read back."""
+    return dumps(text)[1:-1]
+
+
+def plain(text: str) -> str:
+    """Read what `escaped` wrote."""
+    value = json.loads(f'"{text}"')
+    assert isinstance(value, str)
+    return value
+
+
+def state_of(row: Row, *, status: str) -> RunState:
+    """Build a run's state; `status` is the column that counts here (the traced or the current one)."""
+    budget = Budget.from_json(json.loads(row["budget"]))
+    return RunState(
+        run_id=row["id"],
+        tenant=row["tenant"],
+        workflow=row["workflow"],
+        workflow_version=row["workflow_version"],
+        goal=plain(row["goal"]),
+        principal=Principal.from_json(json.loads(row["principal"])),
+        input=json.loads(row["input"]),
+        budget=budget,
+        limits=CallLimits(**json.loads(row["limits"])),
+        left=BudgetLeft(
+            steps=row["steps_left"],
+            model_calls=row["model_calls_left"],
+            tool_calls=row["tool_calls_left"],
+            tool_calls_reserved=row["tool_calls_reserved"],
+            tokens=row["tokens_left"],
+            cost_microusd=row["cost_microusd_left"],
+            output_bytes=row["output_bytes_left"],
+            per_tool=_pairs(row.get("allowances")) if budget.per_tool else {},
+        ),
+        status=RunStatus(row[status]),
+        reason=Reason(row["reason"]) if row["reason"] else None,
+        step=row["step"],
+        state_version=row["state_version"],
+        levels=tuple(Level(name, frame) for name, frame in json.loads(row["levels"])),
+        pending=command_from_json(json.loads(row["pending"])) if row["pending"] else None,
+        told=told_from_json(json.loads(row["told"])) if row["told"] else None,
+        answer=json.loads(row["answer"]) if row["answer"] else None,
+        observations=tuple(
+            Observation(source, plain(text), digest)
+            for source, text, digest in _list(row.get("observations"))
+        ),
+        observation_count=row["observation_count"],
+        outputs=MappingProxyType(
+            {name: json.loads(value) for name, value in _list(row.get("outputs"))}
+        ),
+    )
+
+
+def state_columns(state: RunState) -> dict[str, Any]:
+    """The mutable columns of a run's state, budget left out: that moves by its own rules."""
+    return {
+        "status": state.status.value,
+        "reason": state.reason.value if state.reason else None,
+        "step": state.step,
+        "state_version": state.state_version,
+        "observation_count": state.observation_count,
+        "levels": json.dumps(state.levels, separators=(",", ":")),
+        "pending": dumps(command_to_json(state.pending)) if state.pending else None,
+        "told": dumps(told_to_json(state.told)) if state.told else None,
+        "answer": None if state.answer is None else dumps(state.answer),
+    }
+
+
+def effect_of(row: Row) -> Effect:
+    """Build an effect."""
+    return Effect(
+        id=row["id"],
+        tenant=row["tenant"],
+        intent_key=plain(row["intent_key"]),
+        tool=row["tool"],
+        contract_version=row["contract_version"],
+        arguments=MappingProxyType(json.loads(row["arguments"])),
+        arguments_hash=row["arguments_hash"],
+        terms=Terms(**json.loads(row["terms"])),
+        status=EffectStatus(row["status"]),
+        token=row["token"],
+        dispatcher=row["dispatcher"],
+        owner_run_id=row["owner_run_id"],
+        attempts=row["attempts"],
+        doubt=Doubt(row["doubt"]),
+        first_dispatched_at=row["first_dispatched_at"],
+        dispatch_deadline_at=row["dispatch_deadline_at"],
+        unknown_since=row["unknown_since"],
+        trigger=Trigger(row["doubt_trigger"]) if row["doubt_trigger"] else None,
+        queries_left=row["queries_left"],
+        absences=row["absences"],
+        next_query_at=row["next_query_at"],
+        result=json.loads(row["result"]) if row["result"] else None,
+        evidence=row["evidence"],
+        approval_id=row["approval_id"],
+    )
+
+
+def effect_columns(effect: Effect) -> dict[str, Any]:
+    """The mutable columns of an effect."""
+    return {
+        "status": effect.status.value,
+        "token": effect.token,
+        "dispatcher": effect.dispatcher,
+        "owner_run_id": effect.owner_run_id,
+        "attempts": effect.attempts,
+        "doubt": effect.doubt.value,
+        "first_dispatched_at": effect.first_dispatched_at,
+        "dispatch_deadline_at": effect.dispatch_deadline_at,
+        "unknown_since": effect.unknown_since,
+        "doubt_trigger": effect.trigger.value if effect.trigger else None,
+        "queries_left": effect.queries_left,
+        "absences": effect.absences,
+        "next_query_at": effect.next_query_at,
+        "result": None if effect.result is None else dumps(normal(effect.result)),
+        "evidence": effect.evidence,
+        "approval_id": effect.approval_id,
+    }
+
+
+def approval_of(row: Row) -> Approval:
+    """Build an approval."""
+    return Approval(
+        id=row["id"],
+        status=row["status"],
+        tool=row["tool"],
+        contract_version=row["contract_version"],
+        intent_key=None if row["intent_key"] is None else plain(row["intent_key"]),
+        arguments_hash=row["arguments_hash"],
+        state_version=row["state_version"],
+        expires_at=row["expires_at"],
+    )
+
+
+def events_text(events: tuple[TraceEvent, ...]) -> str:
+    """Write trace events as one JSON array."""
+    return dumps([normal(event.to_json()) for event in events])
+
+
+def _list(value: Any) -> list[Any]:
+    # PostgreSQL's driver hands JSON over parsed, SQLite's as text.
+    if value is None:
+        return []
+    out = json.loads(value) if isinstance(value, str) else value
+    assert isinstance(out, list)
+    return out
+
+
+def _pairs(value: Any) -> dict[str, int]:
+    return {name: left for name, left in _list(value)}
+
+
+__all__ = [
+    "Json",
+    "approval_of",
+    "effect_columns",
+    "effect_of",
+    "escaped",
+    "events_text",
+    "plain",
+    "state_columns",
+    "state_of",
+]

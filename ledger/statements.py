@@ -1,0 +1,285 @@
+"""The SQL of a step's path, once for each database.
+
+The claim and the commit of a read-only round are one statement each, in autocommit where the database
+allows (SQLite cannot write two tables in one statement, so its commit is a short transaction). Every
+update names what it expects; zero rows is an answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from handrail.agent.stage import OBSERVATION_WINDOW
+from handrail.ledger.database import PG_NOW
+
+#: The sweep publishes a due step again after 10 s, then 20 s, 40 s, ... at most every 10 minutes.
+REPUBLISH_MS = 10_000
+REPUBLISH_MAX_MS = 600_000
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """Where the two databases differ."""
+
+    now: str  # the time, inside an UPDATE
+    clock: str  # what an UPDATE needs in its FROM for that
+    row: str  # the whole row, in a RETURNING
+    lock: str  # how a SELECT locks the row it reads
+    skip_locked: str
+    observations: str
+    outputs: str
+    allowances: str
+    known: str  # whether this worker has the run's pinned workflow version
+
+
+_WINDOW = f"ORDER BY seq DESC LIMIT {OBSERVATION_WINDOW}"
+
+POSTGRES = Dialect(
+    now="c.now",
+    clock=f"FROM (SELECT {PG_NOW} AS now) AS c",
+    row="r.*",
+    lock="FOR UPDATE",
+    skip_locked="FOR UPDATE SKIP LOCKED",
+    observations=(
+        "(SELECT json_agg(json_build_array(o.source, o.text, o.digest) ORDER BY o.seq) FROM"
+        f" (SELECT * FROM handrail_observation WHERE run_id = :id {_WINDOW}) AS o)"
+    ),
+    outputs=(
+        "(SELECT json_agg(json_build_array(o.name, o.value) ORDER BY o.version)"
+        " FROM handrail_output AS o WHERE o.run_id = :id)"
+    ),
+    allowances=(
+        "(SELECT json_agg(json_build_array(a.tool, a.calls_left))"
+        " FROM handrail_tool_allowance AS a WHERE a.run_id = :id)"
+    ),
+    known="r.workflow || '@' || r.workflow_version = ANY(:known)",
+)
+SQLITE = Dialect(
+    now=":now",
+    clock="",
+    row="*",
+    lock="",  # the transaction began IMMEDIATE: it is the only writer
+    skip_locked="",
+    observations=(
+        "(SELECT json_group_array(json_array(o.source, o.text, o.digest)) FROM"
+        f" (SELECT * FROM (SELECT * FROM handrail_observation WHERE run_id = :id {_WINDOW})"
+        " ORDER BY seq) AS o)"
+    ),
+    outputs=(
+        "(SELECT json_group_array(json_array(o.name, o.value)) FROM"
+        " (SELECT * FROM handrail_output WHERE run_id = :id ORDER BY version) AS o)"
+    ),
+    allowances=(
+        "(SELECT json_group_array(json_array(a.tool, a.calls_left))"
+        " FROM handrail_tool_allowance AS a WHERE a.run_id = :id)"
+    ),
+    known="r.workflow || '@' || r.workflow_version IN (SELECT value FROM json_each(:known))",
+)
+
+
+def dialect(postgres: bool) -> Dialect:
+    """Return the differences of one database."""
+    return POSTGRES if postgres else SQLITE
+
+
+@lru_cache(maxsize=2)
+def claim(postgres: bool) -> str:
+    """Claim a due step: fence, lease and charge in one statement; the returned row is the run.
+
+    Locks the run row. The conditions are those of `due`: status, no lease, no cancel wish, the message's
+    epoch, due by the database's clock, and a workflow version that this worker has. What the phase costs
+    is refused in a fixed order; a refused claim charges nothing, and its step commits the stop.
+    """
+    d = dialect(postgres)
+    refused = f"""CASE
+        WHEN phase = 'decide' AND steps_left <= 0 THEN 'step-budget-exhausted'
+        WHEN deadline_at <= {d.now} THEN 'deadline-exhausted'
+        WHEN phase = 'decide' AND model_calls_left <= 0 THEN 'model-call-budget-exhausted'
+        WHEN phase = 'decide' AND tokens_left <= 0 THEN 'token-budget-exhausted'
+        WHEN phase = 'decide' AND cost_microusd_left <= 0 THEN 'cost-budget-exhausted'
+        WHEN phase = 'decide' AND output_bytes_left <= 0 THEN 'output-budget-exhausted'
+        WHEN phase = 'read' AND tool_calls_left <= 0 THEN 'tool-call-budget-exhausted'
+        END"""
+    decides = f"(CASE WHEN phase = 'decide' AND ({refused}) IS NULL THEN 1 ELSE 0 END)"
+    reserves = (
+        f"(CASE WHEN phase IN ('decide', 'read') AND tool_calls_left > 0 AND ({refused}) IS NULL"
+        " THEN 1 ELSE 0 END)"
+    )
+    return f"""
+        UPDATE handrail_run AS r SET
+            epoch = epoch + 1, claim_id = :claim_id, holder = :holder,
+            lease_until = {d.now} + :lease_ms, wake_at = {d.now} + :lease_ms,
+            attempts = attempts + 1, due_at = NULL,
+            status = CASE WHEN phase = 'write' THEN 'executing'
+                WHEN status = 'queued' THEN 'running' ELSE status END,
+            refusal = {refused},
+            steps_left = steps_left - {decides},
+            model_calls_left = model_calls_left - {decides},
+            tool_calls_left = tool_calls_left - {reserves},
+            tool_calls_reserved = {reserves}
+        {d.clock}
+        WHERE r.id = :id AND r.epoch = :epoch
+            AND r.status IN ('queued', 'running', 'executing')
+            AND r.lease_until IS NULL AND r.cancel_requested_at IS NULL
+            AND r.due_at <= {d.now} AND {d.known}
+        RETURNING {d.row}, {d.now} AS now, {d.observations} AS observations,
+            {d.outputs} AS outputs, {d.allowances} AS allowances"""
+
+
+@lru_cache(maxsize=2)
+def read_run(postgres: bool, *, lock: bool = True) -> str:
+    """Read one run with its window of observations and its outputs, and lock its row."""
+    d = dialect(postgres)
+    now = PG_NOW if postgres else ":now"
+    locks = f"{d.lock} OF r" if lock and postgres else ""
+    return f"""
+        SELECT r.*, {now} AS now, {d.observations} AS observations, {d.outputs} AS outputs,
+            {d.allowances} AS allowances
+        FROM handrail_run AS r WHERE r.id = :id {locks}"""
+
+
+_COMMIT_SET = """
+            status = :status, traced_status = :status, reason = :reason,
+            lease_until = NULL, attempts = 0, publishes = 0, phase = :phase, refusal = NULL,
+            tool_calls_left = tool_calls_left + :tool_calls_back, tool_calls_reserved = 0,
+            output_bytes_left = output_bytes_left - :output_bytes,
+            step = :step, state_version = :state_version, observation_count = :observation_count,
+            trace_seq = :trace_seq, levels = :levels, pending = :pending, told = :told,
+            answer = :answer"""
+
+
+@lru_cache(maxsize=4)
+def commit_run(postgres: bool, *, due: bool) -> str:
+    """Write a step's end, fenced by claim and epoch, unless a cancel was wished meanwhile.
+
+    `due`: the next step is due at once; otherwise the run has ended.
+    """
+    d = dialect(postgres)
+    when = (
+        f"due_at = {d.now}, wake_at = {d.now} + {REPUBLISH_MS}"
+        if due
+        else "due_at = NULL, wake_at = NULL"
+    )
+    return f"""
+        UPDATE handrail_run AS r SET {_COMMIT_SET}, {when} {d.clock}
+        WHERE r.id = :id AND r.epoch = :epoch AND r.claim_id = :claim_id
+            AND r.lease_until IS NOT NULL AND r.cancel_requested_at IS NULL
+        RETURNING id, {d.now} AS now"""
+
+
+INSERT_TRACE = """
+    INSERT INTO handrail_trace (run_id, seq, count, writer, at, events)
+    VALUES (:run_id, :seq, :count, :writer, :now, :events)"""
+INSERT_OBSERVATION = """
+    INSERT INTO handrail_observation (run_id, seq, source, text, digest)
+    VALUES (:run_id, :seq, :source, :text, :digest)"""
+INSERT_OUTPUT = """
+    INSERT INTO handrail_output (run_id, name, version, value)
+    VALUES (:run_id, :name, :version, :value)"""
+
+
+@lru_cache(maxsize=8)
+def commit_in_one(*, due: bool, observes: bool, outputs: int) -> str:
+    """PostgreSQL: the whole commit of a step as one statement; nothing is written if the fence fails."""
+    parts = [
+        f"WITH run AS ({commit_run(True, due=due)})",
+        """, traced AS (
+            INSERT INTO handrail_trace (run_id, seq, count, writer, at, events)
+            SELECT id, :seq, :count, :claim_id, now, :events FROM run)""",
+    ]
+    if observes:
+        parts.append(""", observed AS (
+            INSERT INTO handrail_observation (run_id, seq, source, text, digest)
+            SELECT id, :observation_count, :source, :text, :digest FROM run)""")
+    for number in range(outputs):
+        parts.append(f""", output_{number} AS (
+            INSERT INTO handrail_output (run_id, name, version, value)
+            SELECT id, :name_{number}, :state_version, :value_{number} FROM run)""")
+    parts.append(" SELECT now FROM run")
+    return "".join(parts)
+
+
+@lru_cache(maxsize=2)
+def due_for_sweep(postgres: bool) -> str:
+    """Take what the sweep must look at, a batch at a time: one indexed statement where nothing is due.
+
+    Locks the rows that it takes, skipping those that another sweep holds; postponing `wake_at` is the
+    claim, so that a sweep that dies delays its batch and loses nothing.
+    """
+    d = dialect(postgres)
+    now = PG_NOW if postgres else ":now"
+    return f"""
+        UPDATE handrail_run AS r SET wake_at = {d.now} + :postpone_ms {d.clock}
+        WHERE r.id IN (
+            SELECT id FROM handrail_run WHERE wake_at <= {now}
+            ORDER BY wake_at LIMIT :limit {d.skip_locked})
+        RETURNING id, status, epoch, step, lease_until, due_at, deadline_at,
+            expires_at, cancel_requested_at, publishes, steps_left, model_calls_left,
+            tool_calls_left, traceparent, {d.now} AS now"""
+
+
+@lru_cache(maxsize=2)
+def republish(postgres: bool) -> str:
+    """Count a publication of due steps and set when they are published again: doubling, up to a bound."""
+    d = dialect(postgres)
+    ids = "= ANY(:ids)" if postgres else "IN (SELECT value FROM json_each(:ids))"
+    least = "LEAST" if postgres else "min"
+    power = "(1 << LEAST(r.publishes, 10)::int)" if postgres else "(1 << min(r.publishes, 10))"
+    pause = f"{least}({REPUBLISH_MAX_MS}, 2 * {REPUBLISH_MS} * {power})"
+    return f"""
+        UPDATE handrail_run AS r SET publishes = publishes + 1, wake_at = {d.now} + {pause}
+        {d.clock}
+        WHERE r.id {ids} AND r.status IN ('queued', 'running', 'executing')
+            AND r.lease_until IS NULL AND r.cancel_requested_at IS NULL AND r.due_at IS NOT NULL
+        RETURNING id, epoch, step, deadline_at, steps_left, model_calls_left,
+            tool_calls_left, traceparent, {d.now} AS now"""
+
+
+RENEW_POSTGRES = f"""
+    UPDATE handrail_run AS r SET
+        lease_until = GREATEST(r.lease_until, LEAST(c.now + :lease_ms, v.until)),
+        wake_at = GREATEST(r.lease_until, LEAST(c.now + :lease_ms, v.until))
+    FROM (SELECT unnest(:ids::text[]) AS id, unnest(:claims::text[]) AS claim_id,
+            unnest(:untils::bigint[]) AS until) AS v,
+        (SELECT {PG_NOW} AS now) AS c
+    WHERE r.id = v.id AND r.claim_id = v.claim_id AND r.lease_until IS NOT NULL
+    RETURNING r.id, r.cancel_requested_at"""
+RENEW_SQLITE = """
+    UPDATE handrail_run AS r SET
+        lease_until = max(r.lease_until, min(:now + :lease_ms,
+            (SELECT json_extract(v.value, '$[2]') FROM json_each(:held) AS v
+             WHERE json_extract(v.value, '$[0]') = r.id))),
+        wake_at = max(r.lease_until, min(:now + :lease_ms,
+            (SELECT json_extract(v.value, '$[2]') FROM json_each(:held) AS v
+             WHERE json_extract(v.value, '$[0]') = r.id)))
+    WHERE r.lease_until IS NOT NULL AND EXISTS (
+        SELECT 1 FROM json_each(:held) AS v
+        WHERE json_extract(v.value, '$[0]') = r.id AND json_extract(v.value, '$[1]') = r.claim_id)
+    RETURNING id, cancel_requested_at"""
+
+
+@lru_cache(maxsize=2)
+def give_back(postgres: bool) -> str:
+    """Give leases back when a worker stops: no attempt is counted, the holder is fenced off.
+
+    `unused` are the claims whose reserved tool call was not started. A claim over a dispatched effect is
+    not given back: its outcome is its sender's to tell.
+    """
+    d = dialect(postgres)
+    claims = "= ANY(:claims)" if postgres else "IN (SELECT value FROM json_each(:claims))"
+    unused = "= ANY(:unused)" if postgres else "IN (SELECT value FROM json_each(:unused))"
+    return f"""
+        UPDATE handrail_run AS r SET
+            epoch = epoch + 1, lease_until = NULL, due_at = {d.now}, wake_at = {d.now} + {REPUBLISH_MS},
+            publishes = 0, attempts = attempts - 1, status = traced_status,
+            tool_calls_left = tool_calls_left
+                + CASE WHEN r.claim_id {unused} THEN tool_calls_reserved ELSE 0 END,
+            tool_calls_reserved = 0
+        {d.clock}
+        WHERE r.claim_id {claims} AND r.holder = :holder AND r.lease_until IS NOT NULL
+            AND r.status IN ('running', 'executing') AND r.cancel_requested_at IS NULL
+            AND NOT EXISTS (SELECT 1 FROM handrail_effect AS e WHERE e.id = r.effect_id
+                AND e.owner_run_id = r.id AND e.status IN ('dispatched', 'unknown'))
+        RETURNING id, epoch, step, deadline_at, steps_left, model_calls_left,
+            tool_calls_left, traceparent, {d.now} AS now"""

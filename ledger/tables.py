@@ -1,0 +1,343 @@
+"""The ledger's tables, in a MetaData of their own: a host's migrations never see them.
+
+Tables carry their rules: CHECK, partial unique index, foreign key. Instants are milliseconds since the
+epoch by the database's clock; JSON is canonical ASCII text, so that nothing a model or a tool says can
+fail to be stored. The migrations build exactly this, and a test compares the two.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, ClassVar
+
+from sqlalchemy import BigInteger, CheckConstraint, Index, MetaData, Text, text
+from sqlmodel import Field, SQLModel
+
+from handrail.agent.budget import Phase
+from handrail.agent.effects import Doubt, EffectStatus, Trigger
+from handrail.agent.status import RunStatus
+
+METADATA = MetaData()
+
+
+def one_of(column: str, values: type[StrEnum]) -> str:
+    """Return the SQL condition that a column holds a member of an enumeration."""
+    return f"{column} IN ({', '.join(repr(item.value) for item in values)})"
+
+
+class Table(SQLModel):
+    """Base of the ledger's tables."""
+
+    metadata = METADATA
+
+
+def _text(*, null: bool = False, key: bool = False) -> Any:
+    return Field(default=None if null else ..., sa_type=Text, nullable=null, primary_key=key)
+
+
+def _int(*, null: bool = False, key: bool = False, default: int | None = None) -> Any:
+    server_default = None if default is None else text(str(default))
+    return Field(
+        default=None if null else default if default is not None else ...,
+        sa_type=BigInteger,
+        nullable=null,
+        primary_key=key,
+        sa_column_kwargs={"server_default": server_default, "autoincrement": False},
+    )
+
+
+class RunRow(Table, table=True):
+    """One run. The row is the outbox: what is due is published, and published again by the sweep."""
+
+    __tablename__: ClassVar[str] = "handrail_run"
+    __table_args__ = (
+        CheckConstraint(one_of("status", RunStatus), name="handrail_run_status"),
+        CheckConstraint(one_of("traced_status", RunStatus), name="handrail_run_traced_status"),
+        CheckConstraint(one_of("phase", Phase), name="handrail_run_phase"),
+        CheckConstraint(
+            "steps_left >= 0 AND model_calls_left >= 0 AND tool_calls_left >= 0"
+            " AND tokens_left >= 0 AND cost_microusd_left >= 0 AND output_bytes_left >= 0"
+            " AND tool_calls_reserved IN (0, 1)",
+            name="handrail_run_budget",
+        ),
+        CheckConstraint(
+            "lease_until IS NULL OR (claim_id IS NOT NULL AND holder IS NOT NULL)",
+            name="handrail_run_lease",
+        ),
+        CheckConstraint(
+            "status NOT IN ('completed', 'compensated', 'failed', 'cancelled', 'budget_exhausted')"
+            " OR (reason IS NOT NULL AND lease_until IS NULL AND wake_at IS NULL)",
+            name="handrail_run_terminal",
+        ),
+        # Everything that the sweep has to look at, and nothing else: proportional to what is due.
+        Index(
+            "handrail_run_wake",
+            "wake_at",
+            postgresql_where=text("wake_at IS NOT NULL"),
+            sqlite_where=text("wake_at IS NOT NULL"),
+        ),
+        Index(
+            "handrail_run_dedupe",
+            "tenant",
+            "dedupe_key",
+            unique=True,
+            postgresql_where=text("dedupe_key IS NOT NULL"),
+            sqlite_where=text("dedupe_key IS NOT NULL"),
+        ),
+    )
+
+    id: str = _text(key=True)
+    tenant: str = _text()
+    workflow: str = _text()
+    workflow_version: str = _text()
+    goal: str = _text()
+    principal: str = _text()
+    input: str = _text()
+    budget: str = _text()
+    limits: str = _text()
+    dedupe_key: str | None = _text(null=True)
+    traceparent: str | None = _text(null=True)
+    created_at: int = _int()
+    # status and fencing
+    status: str = _text()
+    traced_status: str = _text()  # as of the last trace event; a claim moves `status` alone
+    reason: str | None = _text(null=True)
+    epoch: int = _int(default=0)
+    claim_id: str | None = _text(null=True)
+    holder: str | None = _text(null=True)
+    lease_until: int | None = _int(null=True)
+    attempts: int = _int(default=0)
+    refusal: str | None = _text(null=True)  # what refused the latest claim's charge
+    # when
+    due_at: int | None = _int(null=True)
+    wake_at: int | None = _int(null=True)  # when the sweep must look
+    publishes: int = _int(default=0)
+    deadline_at: int | None = _int(null=True)
+    remaining_ms: int | None = _int(null=True)  # working time left while parked
+    expires_at: int = _int()
+    cancel_requested_at: int | None = _int(null=True)
+    # budget left
+    phase: str = _text()
+    steps_left: int = _int()
+    model_calls_left: int = _int()
+    tool_calls_left: int = _int()
+    tool_calls_reserved: int = _int(default=0)
+    tokens_left: int = _int()
+    cost_microusd_left: int = _int()
+    output_bytes_left: int = _int()
+    # position
+    step: int = _int(default=0)
+    state_version: int = _int(default=0)
+    observation_count: int = _int(default=0)
+    trace_seq: int = _int(default=0)
+    levels: str = _text()
+    pending: str | None = _text(null=True)
+    told: str | None = _text(null=True)
+    answer: str | None = _text(null=True)
+    effect_id: str | None = _text(null=True)
+
+
+class ToolAllowanceRow(Table, table=True):
+    """What is left of one tool's own limit in one run; only tools with such a limit have a row."""
+
+    __tablename__: ClassVar[str] = "handrail_tool_allowance"
+    __table_args__ = (CheckConstraint("calls_left >= 0", name="handrail_tool_allowance_left"),)
+
+    run_id: str = Field(primary_key=True, foreign_key="handrail_run.id", sa_type=Text)
+    tool: str = _text(key=True)
+    calls_left: int = _int()
+
+
+class TraceRow(Table, table=True):
+    """The events of one commit, append-only. `seq` numbers the first; `writer` proves who committed."""
+
+    __tablename__: ClassVar[str] = "handrail_trace"
+    __table_args__ = (CheckConstraint("count >= 0", name="handrail_trace_count"),)
+
+    run_id: str = Field(primary_key=True, foreign_key="handrail_run.id", sa_type=Text)
+    seq: int = _int(key=True)
+    count: int = _int()
+    writer: str = _text()
+    at: int = _int()
+    events: str = _text()
+
+
+class ObservationRow(Table, table=True):
+    """One fact of a run's public state, append-only; the same fact is never held twice."""
+
+    __tablename__: ClassVar[str] = "handrail_observation"
+    __table_args__ = (Index("handrail_observation_digest", "run_id", "digest", unique=True),)
+
+    run_id: str = Field(primary_key=True, foreign_key="handrail_run.id", sa_type=Text)
+    seq: int = _int(key=True)
+    source: str = _text()
+    text: str = _text()
+    digest: str = _text()
+
+
+class OutputRow(Table, table=True):
+    """The output of one stage, append-only; the latest state version counts."""
+
+    __tablename__: ClassVar[str] = "handrail_output"
+
+    run_id: str = Field(primary_key=True, foreign_key="handrail_run.id", sa_type=Text)
+    name: str = _text(key=True)
+    version: int = _int(key=True)
+    value: str = _text()
+
+
+class EffectRow(Table, table=True):
+    """One business intent, from plan to proof; unique within its tenant."""
+
+    __tablename__: ClassVar[str] = "handrail_effect"
+    __table_args__ = (
+        CheckConstraint(one_of("status", EffectStatus), name="handrail_effect_status"),
+        CheckConstraint(one_of("doubt", Doubt), name="handrail_effect_doubt"),
+        CheckConstraint(
+            f"doubt_trigger IS NULL OR {one_of('doubt_trigger', Trigger)}",
+            name="handrail_effect_trigger",
+        ),
+        CheckConstraint(
+            "queries_left >= 0 AND absences >= 0 AND attempts >= 0 AND token >= 0",
+            name="handrail_effect_counts",
+        ),
+        CheckConstraint(
+            "status <> 'dispatched' OR (dispatcher IS NOT NULL AND owner_run_id IS NOT NULL"
+            " AND dispatch_deadline_at IS NOT NULL)",
+            name="handrail_effect_dispatched",
+        ),
+        Index("handrail_effect_intent", "tenant", "intent_key", unique=True),
+        Index(
+            "handrail_effect_unresolved",
+            "unknown_since",
+            postgresql_where=text("unknown_since IS NOT NULL"),
+            sqlite_where=text("unknown_since IS NOT NULL"),
+        ),
+    )
+
+    id: str = _text(key=True)
+    tenant: str = _text()
+    intent_key: str = _text()
+    tool: str = _text()
+    contract_version: str = _text()
+    arguments: str = _text()
+    arguments_hash: str = _text()
+    terms: str = _text()
+    created_at: int = _int()
+    status: str = _text()
+    token: int = _int(default=0)
+    dispatcher: str | None = _text(null=True)
+    owner_run_id: str | None = _text(null=True)
+    attempts: int = _int(default=0)
+    doubt: str = _text()
+    first_dispatched_at: int | None = _int(null=True)
+    dispatch_deadline_at: int | None = _int(null=True)
+    unknown_since: int | None = _int(null=True)
+    doubt_trigger: str | None = _text(null=True)  # why it is unknown
+    queries_left: int = _int()
+    absences: int = _int(default=0)
+    next_query_at: int | None = _int(null=True)
+    result: str | None = _text(null=True)
+    evidence: str | None = _text(null=True)
+    approval_id: str | None = _text(null=True)
+
+
+class EffectHolderRow(Table, table=True):
+    """A run that rests on an effect: its owner, and every run that took the recorded result."""
+
+    __tablename__: ClassVar[str] = "handrail_effect_holder"
+    __table_args__ = (Index("handrail_effect_holder_run", "run_id"),)
+
+    effect_id: str = Field(primary_key=True, foreign_key="handrail_effect.id", sa_type=Text)
+    run_id: str = Field(primary_key=True, foreign_key="handrail_run.id", sa_type=Text)
+
+
+class EvidenceRow(Table, table=True):
+    """What was learned about an effect, append-only: receipts, refusals, answers, late words."""
+
+    __tablename__: ClassVar[str] = "handrail_evidence"
+    __table_args__ = (Index("handrail_evidence_effect", "effect_id", "at"),)
+
+    id: str = _text(key=True)
+    effect_id: str = Field(foreign_key="handrail_effect.id", sa_type=Text)
+    token: int = _int()
+    kind: str = _text()
+    at: int = _int()
+    detail: str = _text()
+
+
+class ApprovalRow(Table, table=True):
+    """A request for a person's consent to one exact action; consumed by the effect's first dispatch."""
+
+    __tablename__: ClassVar[str] = "handrail_approval"
+    __table_args__ = (
+        CheckConstraint(
+            "status IN ('pending', 'approved', 'rejected', 'expired', 'withdrawn', 'consumed')",
+            name="handrail_approval_status",
+        ),
+        CheckConstraint(
+            "(status = 'consumed') = (effect_id IS NOT NULL)", name="handrail_approval_consumed"
+        ),
+        Index("handrail_approval_run", "run_id"),
+        Index(
+            "handrail_approval_open",
+            "run_id",
+            unique=True,  # one open request a run
+            postgresql_where=text("status = 'pending'"),
+            sqlite_where=text("status = 'pending'"),
+        ),
+    )
+
+    id: str = _text(key=True)
+    run_id: str = Field(foreign_key="handrail_run.id", sa_type=Text)
+    step: int = _int()
+    state_version: int = _int()
+    tool: str = _text()
+    contract_version: str = _text()
+    intent_key: str | None = _text(null=True)
+    arguments: str = _text()
+    arguments_hash: str = _text()
+    subject: str = _text()
+    status: str = _text()
+    requested_at: int = _int()
+    expires_at: int = _int()
+    decided_at: int | None = _int(null=True)
+    decided_by: str | None = _text(null=True)
+    effect_id: str | None = _text(null=True)
+
+
+class HandoffRow(Table, table=True):
+    """A package for a person: why, what is verified, what was about to be done, what is left."""
+
+    __tablename__: ClassVar[str] = "handrail_handoff"
+    __table_args__ = (
+        CheckConstraint("status IN ('open', 'resolved')", name="handrail_handoff_status"),
+        Index("handrail_handoff_run", "run_id"),
+        Index(
+            "handrail_handoff_open",
+            "run_id",
+            "reason",
+            unique=True,
+            postgresql_where=text("status = 'open'"),
+            sqlite_where=text("status = 'open'"),
+        ),
+    )
+
+    id: str = _text(key=True)
+    run_id: str = Field(foreign_key="handrail_run.id", sa_type=Text)
+    effect_id: str | None = _text(null=True)
+    reason: str = _text()
+    package: str = _text()
+    status: str = _text()
+    opened_at: int = _int()
+    resolved_at: int | None = _int(null=True)
+
+
+class WorkerRow(Table, table=True):
+    """When a part of the fleet last made progress: liveness is finished work, not an open socket."""
+
+    __tablename__: ClassVar[str] = "handrail_heartbeat"
+
+    name: str = _text(key=True)
+    kind: str = _text()
+    at: int = _int()

@@ -1,0 +1,1 @@
+"""How is doubt resolved? Sweeps, queries, and what their answers prove."""

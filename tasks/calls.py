@@ -1,0 +1,126 @@
+"""One call of a model, a tool or a check, under its time limit and the run's wish to cancel.
+
+What cut a call off decides how it ended, not which error happens to arrive first: an adapter that answers
+the abort with an error of its own, or returns late, changes nothing. A function that blocks runs in a
+daemon thread, since it cannot be killed; what it still says later is evidence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from handrail.agent.canonical import Json
+from handrail.agent.stage import End
+from handrail.agent.tools import Principal
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """What a tool's function knows of its call.
+
+    `key` is the idempotency key for the service (None for a read), the same however often the intent is
+    sent. `timeout_ms` is what the call has; `not_after` (ms since the epoch) the instant after which a
+    service that can should refuse it. `aborted` is set when the program has given the call up. `facts`
+    are the outputs of the run's stages.
+    """
+
+    run_id: str
+    tenant: str
+    principal: Principal
+    tool: str
+    timeout_ms: int
+    key: str | None = None
+    intent_key: str | None = None
+    not_after: int | None = None
+    attempt: int = 1
+    facts: Mapping[str, Json] = field(default_factory=dict)
+    aborted: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """How a call ended. `late` is its still running rest, where it was given up."""
+
+    end: End
+    value: Any = None
+    error: BaseException | None = None
+    late: asyncio.Future[Any] | None = None
+
+
+async def call(
+    function: Callable[..., Any],
+    *args: Any,
+    limit_ms: int,
+    wish: asyncio.Future[None],
+    aborted: threading.Event | None = None,
+) -> Called:
+    """Make one call and say how it ended. `wish` is done when the run is wished to be cancelled."""
+    if limit_ms <= 0:
+        return Called(End.TIMED_OUT)
+    work = _begin(function, args)
+    cut_by_wish = {wish} if not wish.done() else set()
+    # A wish that was there before does not cut the call off: what must not start is not called at all.
+    await asyncio.wait(
+        {work, *cut_by_wish}, timeout=limit_ms / 1000, return_when=asyncio.FIRST_COMPLETED
+    )
+    if work.done():
+        error = work.exception() if not work.cancelled() else asyncio.CancelledError()
+        if error is not None:
+            return Called(End.RAISED, error=error)
+        return Called(End.RETURNED, work.result())
+    if aborted is not None:
+        aborted.set()
+    if isinstance(work, asyncio.Task):
+        work.cancel()
+    work.add_done_callback(_swallow)
+    return Called(End.CANCELLED if wish.done() else End.TIMED_OUT, late=work)
+
+
+def _begin(function: Callable[..., Any], args: tuple[Any, ...]) -> asyncio.Future[Any]:
+    loop = asyncio.get_running_loop()
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004  # an object whose call is a coroutine
+    ):
+        return loop.create_task(_awaited(function(*args)))
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def settle(value: Any, error: BaseException | None) -> None:
+        if done.done():
+            return
+        if error is None:
+            done.set_result(value)
+        else:
+            done.set_exception(error)
+
+    def work() -> None:
+        value, error = None, None
+        try:
+            value = function(*args)
+            if inspect.isawaitable(value):
+                raise TypeError("a plain function returned an awaitable: declare it with async def")
+        except BaseException as raised:
+            error = (
+                raised if not isinstance(raised, StopIteration) else RuntimeError("StopIteration")
+            )
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, value, error)
+
+    threading.Thread(target=work, daemon=True, name="handrail-call").start()
+    return done
+
+
+async def _awaited(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable
+
+
+def _swallow(work: asyncio.Future[Any]) -> None:
+    if not work.cancelled():
+        work.exception()  # given up: its error must not go unhandled
+
+
+__all__ = ["Called", "ToolCall", "call"]

@@ -1,0 +1,205 @@
+"""What one process needs to run steps: the ledger, the workflows, the models, the lock, and who is at work.
+
+Leases of all steps of the process are renewed by one statement a second from a thread of its own, whose
+answer also brings wishes to cancel; the broker's cancel signal only makes that faster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from handrail.agent.errors import HandrailError, InvalidDefinition
+from handrail.agent.workflow import Workflow
+from handrail.broker.message import StepMessage
+from handrail.gateway.model import ModelGateway
+from handrail.ledger.database import ConnectionLost
+from handrail.ledger.ledger import Claim, DueStep, Ledger
+from handrail.ledger.lock import IntentLock
+
+log = logging.getLogger("handrail.tasks")
+RENEW_EVERY_S: Final = 1.0
+DEFAULT_MAX_STALL_MS: Final = 20_000
+
+
+@dataclass(eq=False, slots=True)
+class Handle:
+    """A step at work in this process."""
+
+    claim: Claim
+    wish: asyncio.Future[None]
+    loop: asyncio.AbstractEventLoop
+    until: int  # the lease is never renewed beyond this instant of the ledger's clock
+    writing: bool = False  # a dispatch was committed: only its outcome ends the step
+    tool_unused: bool = True  # the claim's reserved tool call has not been started
+    task: asyncio.Task[None] | None = None
+    lost: bool = False
+
+    def cancel(self) -> None:
+        """Let the step see the wish; from any thread."""
+
+        def seen() -> None:
+            if not self.wish.done():
+                self.wish.set_result(None)
+
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(seen)
+
+
+Publish = Callable[[Sequence[StepMessage]], object]
+
+
+@dataclass(slots=True, kw_only=True)
+class Runtime:
+    """The parts that a step works with; one a process. `clock` is monotonic, in seconds."""
+
+    ledger: Ledger
+    workflows: dict[str, Workflow]
+    models: Mapping[str, ModelGateway]
+    lock: IntentLock
+    publish: Publish
+    max_stall_ms: int | None = DEFAULT_MAX_STALL_MS
+    renews: bool = True
+    threads: bool = True  # whether the lock may be asked in a thread
+    clock: Callable[[], float] = time.monotonic
+    holder: str = field(
+        default_factory=lambda: f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
+    )
+    at_work: dict[str, Handle] = field(default_factory=dict)  # by claim id
+    counts: Counter[str] = field(default_factory=Counter)
+    draining: bool = False
+    _renewal: threading.Thread | None = None
+    _stop: bool = False
+    _hurry: threading.Event = field(default_factory=threading.Event)
+    _guard: threading.Lock = field(default_factory=threading.Lock)
+
+    def workflow(self, name: str, version: str) -> Workflow:
+        """Return the pinned version of a workflow."""
+        found = self.workflows.get(f"{name}@{version}")
+        if found is None:
+            raise InvalidDefinition(f"workflow {name!r}", f"version {version!r} is not known here")
+        return found
+
+    def send(self, due: DueStep | None) -> None:
+        """Publish a step that is due. A failure is normal: the row is the outbox, the sweep repeats it."""
+        if due is None:
+            return
+        try:
+            self.publish([message_of(due)])
+        except HandrailError as error:
+            self.counts["publish-failed"] += 1
+            log.warning(
+                "a step of run %s was not published (%s); the sweep repeats it",
+                due.run_id,
+                error.code,
+            )
+
+    # ---- who is at work -----------------------------------------------------------------------------
+
+    def enter(self, handle: Handle) -> None:
+        """Take a step into the renewal of leases."""
+        with self._guard:
+            self.at_work[handle.claim.claim_id] = handle
+            if self.renews and self._renewal is None:
+                self._renewal = threading.Thread(
+                    target=self._renew_for_ever, daemon=True, name="handrail-leases"
+                )
+                self._renewal.start()
+
+    def leave(self, handle: Handle) -> None:
+        """A step has ended."""
+        with self._guard:
+            self.at_work.pop(handle.claim.claim_id, None)
+
+    def cancel_signalled(self, run_id: str) -> None:
+        """The broker says that a cancel was wished: look at the ledger at once; only its row counts."""
+        with self._guard:
+            ours = any(h.claim.run_id == run_id for h in self.at_work.values())
+        if ours:
+            self._hurry.set()
+
+    def renew(self) -> None:
+        """Renew the leases of all steps at work in one statement, and learn of wishes and losses."""
+        with self._guard:
+            handles = list(self.at_work.values())
+        held = [(h.claim.run_id, h.claim.claim_id, h.until) for h in handles]
+        answers = self.ledger.renew(held, self.holder)
+        for handle in handles:
+            wished = answers.get(handle.claim.run_id)
+            if wished is None:
+                handle.lost = True  # its commit will be refused; a write is judged by its token
+            elif wished:
+                handle.cancel()
+
+    def _renew_for_ever(self) -> None:
+        while not self._stop:
+            self._hurry.wait(RENEW_EVERY_S)
+            self._hurry.clear()
+            try:
+                self.renew()
+            except (HandrailError, ConnectionLost) as error:
+                log.warning("leases were not renewed (%s); trying again", error)
+            except Exception:
+                log.exception("leases were not renewed; trying again")
+
+    # ---- going away ---------------------------------------------------------------------------------
+
+    def drain(self, timeout_s: float) -> int:
+        """Stop in order: claim nothing more, finish writes, give back the rest in one statement.
+
+        Returns how many leases were given back; their steps are published again.
+        """
+        self.draining = True
+        with self._guard:
+            handles = list(self.at_work.values())
+        rest = [h for h in handles if not h.writing]
+        unused = [h.claim.claim_id for h in rest if h.tool_unused]
+        due: list[DueStep] = []
+        try:
+            due = self.ledger.give_back(
+                [h.claim.claim_id for h in rest], unused=unused, holder=self.holder
+            )
+        except (HandrailError, ConnectionLost) as error:
+            log.warning("leases were not given back (%s); they run out", error)
+        for handle in rest:
+            task = handle.task
+            if task is not None and not handle.writing:
+                handle.loop.call_soon_threadsafe(task.cancel)
+        for step in due:
+            self.send(step)
+        ends = time.monotonic() + timeout_s
+        while time.monotonic() < ends:
+            with self._guard:
+                if not any(h.writing for h in self.at_work.values()):
+                    break
+            time.sleep(0.02)
+        return len(due)
+
+    def close(self) -> None:
+        """End the renewal of leases."""
+        self._stop = True
+        self._hurry.set()
+        if self._renewal is not None:
+            self._renewal.join(timeout=5)
+
+
+def message_of(due: DueStep) -> StepMessage:
+    """Make the message of a due step."""
+    return StepMessage(
+        run_id=due.run_id,
+        step=due.step,
+        epoch=due.epoch,
+        deadline_at=due.deadline_at,
+        remaining_ms=due.remaining_ms,
+        budget=due.budget,
+        traceparent=due.traceparent,
+    )

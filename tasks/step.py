@@ -1,0 +1,687 @@
+"""One step of one run: claim, observe, decide, act, validate, update, publish.
+
+The shell loads, asks the machine, executes its commands and commits; it decides nothing. A round of the
+loop with a read is one claim and one commit; a write goes through checkpoint, lock, dispatch and outcome.
+No connection to the database is held while a model or a tool is called.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from handrail.agent import machine, protocol, trace
+from handrail.agent.budget import Phase, call_limit
+from handrail.agent.canonical import Json, canonical
+from handrail.agent.effects import Terms, upstream_key
+from handrail.agent.errors import InvariantBroken, NotCanonical, ToolRefused, ToolUnclear
+from handrail.agent.loop import observation_of
+from handrail.agent.machine import RunState, Turn
+from handrail.agent.protocol import Go, Locked, Outcome, Ruling
+from handrail.agent.stage import (
+    Answered,
+    AskModel,
+    Checked,
+    Doubtful,
+    End,
+    Event,
+    InvokeTool,
+    Observation,
+    Park,
+    Proposed,
+    Refused,
+    Reply,
+    Resolved,
+    Result,
+    Stop,
+    Succeeded,
+    Verdict,
+    Verify,
+    View,
+)
+from handrail.agent.status import CLAIMABLE, TERMINAL, Reason, RunEvent, RunStatus
+from handrail.agent.tools import Tool, ToolContract
+from handrail.agent.trace import TraceEvent
+from handrail.agent.workflow import Workflow
+from handrail.broker.message import StepMessage
+from handrail.gateway.model import ModelRequest, OutputOverflow, fold
+from handrail.ledger.database import ConnectionLost
+from handrail.ledger.errors import DatabaseUnavailable
+from handrail.ledger.ledger import Claim, Ruled
+from handrail.ledger.lock import Refusal
+from handrail.tasks.calls import Called, ToolCall, call
+from handrail.tasks.runtime import Handle, Runtime
+
+log = logging.getLogger("handrail.tasks")
+#: How long a run waits before it tries again for a lock that was taken or unreachable.
+LOCK_PAUSE_MS = 1_000
+_T = TypeVar("_T")
+
+
+async def run_step(runtime: Runtime, message: StepMessage) -> None:
+    """Run the step that a message hints at, if it is due and nobody else has it.
+
+    The message grants nothing: the claim reads and charges the row. A database that is away loses
+    nothing: the step stays due, or its lease runs out, and the sweep publishes it again.
+    """
+    if runtime.draining:
+        runtime.counts["returned"] += 1
+        runtime.publish([message])
+        return
+    started = runtime.clock()
+    try:
+        claim = runtime.ledger.claim(
+            message.run_id, message.epoch, holder=runtime.holder, known=runtime.workflows.keys()
+        )
+    except (ConnectionLost, DatabaseUnavailable) as error:
+        runtime.counts["claim-failed"] += 1
+        log.warning("run %s was not claimed (%s); the sweep repeats it", message.run_id, error)
+        return
+    if claim is None:
+        runtime.counts["dropped"] += 1  # late or duplicate: normal
+        return
+    loop = asyncio.get_running_loop()
+    until = claim.now + max(0, claim.remaining_ms) + protocol.LEASE_MARGIN_MS
+    handle = Handle(claim, loop.create_future(), loop, until, task=asyncio.current_task())
+    runtime.enter(handle)
+    try:
+        await _Step(runtime, claim, handle, started).run()
+        runtime.counts["steps"] += 1
+    except (ConnectionLost, DatabaseUnavailable) as error:
+        runtime.counts["step-failed"] += 1
+        log.warning("a step of run %s was not committed (%s); it is recovered", claim.run_id, error)
+    finally:
+        runtime.leave(handle)
+
+
+class _Lost(BaseException):
+    """Control flow: the claim was fenced off or the run ended; nothing more may be done or written.
+
+    Not an Exception, so that no handler takes it for a failure.
+    """
+
+
+@dataclass(slots=True)
+class _Told:
+    """The latest turn and what led to it, so that it can be judged again under a wish to cancel."""
+
+    before: RunState
+    event: Event | None
+    turn: Turn
+
+
+class _Step:
+    """One claimed step at work."""
+
+    def __init__(self, runtime: Runtime, claim: Claim, handle: Handle, started: float) -> None:
+        self.runtime = runtime
+        self.ledger = runtime.ledger
+        self.claim = claim
+        self.handle = handle
+        self.started = started
+        self.workflow: Workflow = runtime.workflow(
+            claim.state.workflow, claim.state.workflow_version
+        )
+        self.events: list[TraceEvent] = []
+        self.observation: Observation | None = None
+        self.outputs: dict[str, Json] = {}
+        self.output_bytes = 0
+
+    # ---- time and view --------------------------------------------------------------------------------
+
+    def remaining_ms(self) -> int:
+        """Working time left: one reading of the ledger's clock, then the monotonic clock alone."""
+        return self.claim.remaining_ms - int((self.runtime.clock() - self.started) * 1000)
+
+    def view(self, state: RunState, *, cancelled: bool | None = None) -> View:
+        return state.view(
+            remaining_ms=self.remaining_ms(),
+            cancelled=self.handle.wish.done() if cancelled is None else cancelled,
+            deadline_at=self.claim.deadline_at,
+        )
+
+    # ---- the round ------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        try:
+            await self._run()
+        except _Lost:
+            self.runtime.counts["fenced"] += 1
+
+    async def _run(self) -> None:
+        claim = self.claim
+        state = replace(claim.state, status=claim.status)
+        if claim.refusal is not None:
+            self._refused(state, claim.refusal)
+            return
+        told = self._guarded(state, lambda: self._first(state))
+        asked = acted = False
+        while True:
+            command, state = told.turn.command, told.turn.state
+            event: Event
+            match command:
+                case AskModel() if claim.phase is Phase.DECIDE and not asked:
+                    asked = True
+                    event = await self._ask(state, command)
+                case InvokeTool() if not acted and self._writes(command):
+                    await self._write(told, command)
+                    return
+                case InvokeTool() if not acted and state.left.tool_calls_reserved:
+                    acted = True  # a claim pays for one read
+                    state, event = await self._read(state, command)
+                case Verify() if not acted:
+                    acted = True
+                    event = await self._verify(state, command)
+                case _:
+                    self._commit(told)
+                    return
+            told = self._tell(state, event)
+
+    def _first(self, state: RunState) -> _Told:
+        """Where the step begins: at the root, at an event that has waited, or at the pending command."""
+        if not state.levels:
+            turn = machine.start(self.workflow, state, self.view(state))
+            return _Told(state, None, turn)
+        if state.told is not None:
+            event = self._known(state, state.told)
+            return _Told(state, event, machine.on(self.workflow, state, event, self.view(state)))
+        if state.pending is None or isinstance(state.pending, Park):
+            raise InvariantBroken(f"run {state.run_id} is due and has nothing to do")
+        return _Told(state, None, Turn(state, state.pending))
+
+    def _tell(self, state: RunState, event: Event) -> _Told:
+        """Tell the machine what happened, and keep what it records."""
+
+        def tell() -> _Told:
+            turn = machine.on(self.workflow, state, event, self.view(state))
+            return _Told(state, event, turn)
+
+        return self._guarded(state, tell)
+
+    def _guarded(self, state: RunState, act: Callable[[], _Told]) -> _Told:
+        """Run the machine; a workflow's own code that raises is a matter for a person, not for a retry."""
+        try:
+            told = act()
+        except InvariantBroken:
+            raise
+        except Exception as error:
+            log.exception("run %s: the code of workflow %s raised", state.run_id, state.workflow)
+            problem: dict[str, Json] = {
+                "problem": f"the workflow's code raised {type(error).__name__}",
+                "stage": "/".join(state.path),
+            }
+            turn = machine.stop(state, Reason.HANDOFF_REQUIRED, self.view(state), problem)
+            told = _Told(state, None, turn)
+        self.events += told.turn.events
+        self.observation = told.turn.observation or self.observation
+        self.outputs |= told.turn.outputs
+        return told
+
+    def _writes(self, command: InvokeTool) -> bool:
+        return self._tool(command).contract.side_effect.writes
+
+    def _tool(self, command: InvokeTool) -> Tool:
+        return self.workflow.tool_named(command.tool)
+
+    # ---- decide ---------------------------------------------------------------------------------------
+
+    async def _ask(self, state: RunState, command: AskModel) -> Proposed:
+        model = self.runtime.models.get(command.model)
+        if model is None:
+            log.error("run %s: no model is named %r here", state.run_id, command.model)
+            return Proposed(End.RAISED)
+        limit_ms, bound = call_limit(state.limits.model_ms, self.remaining_ms())
+        request = self._request(state, command)
+        left = state.left.output_bytes
+
+        async def ask() -> Any:
+            return await fold(model.stream(request), output_bytes_left=left)
+
+        done = await call(ask, limit_ms=limit_ms, wish=self.handle.wish)
+        if isinstance(done.error, OutputOverflow):
+            self.output_bytes = left
+            return Proposed(done.end, bound=bound, overflow=True)
+        if done.end is not End.RETURNED:
+            if done.error is not None:
+                log.info(
+                    "run %s: the model call failed: %s", state.run_id, type(done.error).__name__
+                )
+            return Proposed(done.end, bound=bound)
+        self.output_bytes = done.value.output_bytes
+        return Proposed(done.end, done.value.raw, bound)
+
+    def _request(self, state: RunState, command: AskModel) -> ModelRequest:
+        return ModelRequest(
+            goal=state.goal,
+            input=state.input,
+            facts=MappingProxyType(dict(state.outputs)),
+            observations=tuple(
+                MappingProxyType({"source": o.source, "text": o.text}) for o in state.observations
+            ),
+            tools=tuple(_described(self.workflow.tool_named(name)) for name in command.tools),
+            budget_left=MappingProxyType(state.left.snapshot()),
+            state_version=state.state_version,
+            remaining_ms=self.remaining_ms(),
+            observation_count=state.observation_count,
+        )
+
+    # ---- act: a read ----------------------------------------------------------------------------------
+
+    async def _read(self, state: RunState, command: InvokeTool) -> tuple[RunState, Event]:
+        tool = self._tool(command)
+        if command.tool in state.left.per_tool and not self.ledger.charge_tool(
+            self.claim, command.tool
+        ):
+            raise _Lost
+        self.handle.tool_unused = False
+        state = replace(state, left=state.left.tool_call_used(command.tool))
+        limit_ms, bound = call_limit(command.timeout_ms, self.remaining_ms())
+        context = self._context(command, limit_ms, state)
+        self.events.append(
+            TraceEvent(
+                trace.TOOL_STARTED,
+                state.step,
+                {
+                    "tool": command.tool,
+                    "tool_call_id": self.claim.claim_id,
+                    "timeout_ms": limit_ms,
+                    "idempotency_key_hash": None,
+                    "arguments_hash": command.arguments_hash,
+                },
+            )
+        )
+        arguments = tool.contract.revive(dict(command.arguments))
+        done = await call(
+            tool.execute,
+            arguments,
+            context,
+            limit_ms=limit_ms,
+            wish=self.handle.wish,
+            aborted=context.aborted,
+        )
+        end, reply = judged(tool.contract, arguments, done, self.view(state))
+        known = self._is_known(state, tool.contract, reply)
+        return state, Result(end, reply, bound, known, evidence=f"call:{self.claim.claim_id}")
+
+    def _context(self, command: InvokeTool, limit_ms: int, state: RunState) -> ToolCall:
+        return ToolCall(
+            run_id=state.run_id,
+            tenant=state.tenant,
+            principal=state.principal,
+            tool=command.tool,
+            timeout_ms=limit_ms,
+            facts=state.outputs,
+        )
+
+    def _is_known(self, state: RunState, contract: ToolContract, reply: Reply | None) -> bool:
+        if not isinstance(reply, Succeeded | Refused):
+            return False
+        return self._seen(state, observation_of(contract, reply))
+
+    def _seen(self, state: RunState, told: Observation) -> bool:
+        if any(seen.digest == told.digest for seen in state.observations):
+            return True
+        if state.observation_count <= len(state.observations):
+            return False  # the window holds all there are
+        return self.ledger.observed(state.run_id, told.digest)
+
+    def _known(self, state: RunState, event: Event) -> Event:
+        """Say of an event that has waited whether what it adds is in the state already."""
+        match event:
+            case Resolved(value, text, _) if isinstance(state.pending, InvokeTool):
+                contract = self._tool(state.pending).contract
+                told = observation_of(contract, Succeeded(value, text))
+                return replace(event, known=self._seen(state, told))
+            case Answered(text, author):
+                told = Observation.of(f"answer:{author}", text)
+                return replace(event, known=self._seen(state, told))
+        return event
+
+    async def _verify(self, state: RunState, command: Verify) -> Verdict:
+        check = getattr(self.workflow.stage_at(state.path), "verify", None)
+        assert check is not None, "a stage that asks for a verification has one"
+        limit_ms, bound = call_limit(command.timeout_ms, self.remaining_ms())
+        context = ToolCall(
+            run_id=state.run_id,
+            tenant=state.tenant,
+            principal=state.principal,
+            tool="verify",
+            timeout_ms=limit_ms,
+            facts=state.outputs,
+        )
+        done = await call(
+            check,
+            command.claim,
+            context,
+            limit_ms=limit_ms,
+            wish=self.handle.wish,
+            aborted=context.aborted,
+        )
+        if done.end is not End.RETURNED:
+            return Verdict(done.end, bound=bound)
+        match done.value:
+            case Checked(ok, detail, evidence):
+                return Verdict(done.end, ok is True, detail, evidence, bound)
+            case verdict:
+                return Verdict(done.end, verdict is True, bound=bound)
+
+    # ---- act: a write ---------------------------------------------------------------------------------
+
+    async def _write(self, told: _Told, command: InvokeTool) -> None:
+        """Checkpoint, lock, dispatch, call, outcome; each is one transaction or one outside call."""
+        tool = self._tool(command)
+        state = told.turn.state
+        if state.status is RunStatus.RUNNING:  # a lease given back, or a fixed write's first claim
+            state = machine.moved(state, RunEvent.CHECKPOINT_RESUMED, self.events)
+        effect_id = upstream_key(state.tenant, command.intent_key or "")
+        planned = self._checkpoint(told, state, command, Terms.of(tool.contract))
+        if planned.ruling is None:
+            self._cancelled_or_lost(told)
+            return
+        lock = self.runtime.lock
+        ttl_ms = command.timeout_ms + protocol.LEASE_MARGIN_MS
+        granted = await self._elsewhere(lambda: lock.acquire(effect_id, ttl_ms=ttl_ms))
+        if isinstance(granted, Refusal):
+            problem = granted.value
+            ruled = self._rule_mine(
+                lambda locked: protocol.give_back(locked, problem, due_in_ms=LOCK_PAUSE_MS)
+            )
+            self.runtime.send(ruled.due)
+            return
+        try:
+            await self._dispatch(command, tool)
+        finally:
+            await self._elsewhere(lambda: lock.release(effect_id, granted))
+
+    def _checkpoint(self, told: _Told, state: RunState, command: InvokeTool, terms: Terms) -> Ruled:
+        """Make the accepted proposal durable, so that a redelivered step never asks the model again."""
+
+        def decide(locked: Locked) -> Ruling | None:
+            if not self._mine(locked) or locked.cancel_requested:
+                return None
+            return Ruling(
+                state=replace(state, left=state.left.settled(), pending=command, told=None),
+                events=tuple(self.events),
+                observation=self.observation,
+                outputs=self.outputs,
+                lease="keep",
+                attempts=locked.attempts,
+            )
+
+        done = self.ledger.rule(
+            self.claim.run_id,
+            decide,
+            phase=lambda _: Phase.WRITE,
+            output_bytes=self.output_bytes,
+            plan=(command, terms),
+        )
+        if done.ruling is not None:
+            self.events.clear()
+            self.observation, self.outputs, self.output_bytes = None, {}, 0
+        return done
+
+    async def _dispatch(self, command: InvokeTool, tool: Tool) -> None:
+        before = self.runtime.clock()
+        decided: list[protocol.Dispatch] = []
+
+        def decide(locked: Locked) -> Ruling | None:
+            ruling, dispatch = protocol.dispatch(
+                locked,
+                command,
+                claim_id=self.claim.claim_id,
+                call_ms=command.timeout_ms,
+                max_stall_ms=self.runtime.max_stall_ms,
+            )
+            decided[:] = [dispatch]
+            return ruling
+
+        ruled = self.ledger.rule(self.claim.run_id, decide)
+        go = decided[0]
+        if not isinstance(go, Go):
+            self.runtime.counts[f"halt:{go.code}"] += 1
+            self.runtime.send(ruled.due)
+            return
+        self.handle.writing = True
+        self.handle.until = go.deadline_at + protocol.LEASE_MARGIN_MS
+        call_ms = go.deadline_at - ruled.locked.now
+        # Counted from before the dispatch was sent: the worker's deadline is never later than the ledger's.
+        deadline = before + call_ms / 1000
+        if not self._last_look(go):
+            self._outcome(go, tool, End.RETURNED, None, sent=False)
+            return
+        left_ms = int((deadline - self.runtime.clock()) * 1000)
+        if left_ms <= 0:
+            self._outcome(go, tool, End.RETURNED, None, sent=False)
+            return
+        context = ToolCall(
+            run_id=self.claim.run_id,
+            tenant=self.claim.state.tenant,
+            principal=self.claim.state.principal,
+            tool=command.tool,
+            timeout_ms=left_ms,
+            key=go.effect.id,
+            intent_key=command.intent_key,
+            not_after=go.deadline_at,
+            attempt=go.effect.attempts,
+            facts=self.claim.state.outputs,
+        )
+        arguments = tool.contract.revive(dict(command.arguments))
+        bound = go.deadline_at == self.claim.deadline_at
+        done = await call(
+            tool.execute,
+            arguments,
+            context,
+            limit_ms=left_ms,
+            wish=self.handle.wish,
+            aborted=context.aborted,
+        )
+        end, reply = judged(tool.contract, arguments, done, self.view(self.claim.state))
+        if done.late is not None:
+            self._listen_for_late(done.late, go, tool, arguments)
+        self._outcome(go, tool, end, reply, bound=bound)
+
+    def _last_look(self, go: Go) -> bool:
+        """Look once more, right before sending: token mine, no wish, lease left."""
+        if self.handle.wish.done():
+            return False
+        effect = self.ledger.effect(go.effect.id)
+        if effect.token != go.effect.token or effect.status is not go.effect.status:
+            return False
+        row = self.ledger.read(self.claim.run_id)
+        lease = row["lease_until"]
+        return (
+            row["cancel_requested_at"] is None
+            and row["claim_id"] == self.claim.claim_id
+            and lease is not None
+            and lease > row["now"]
+        )
+
+    def _outcome(
+        self,
+        go: Go,
+        tool: Tool,
+        end: End,
+        reply: Reply | None,
+        *,
+        bound: bool = False,
+        sent: bool = True,
+    ) -> None:
+        """Commit what is known of the attempt, whatever became of the lease."""
+        out = Outcome(
+            go.effect.token, end, reply, bound, sent, evidence_id=f"receipt:{secrets.token_hex(8)}"
+        )
+        digest = None
+        if isinstance(reply, Succeeded | Refused):
+            digest = observation_of(tool.contract, reply).digest
+        workflow = self.workflow
+
+        ruled = self.ledger.rule(
+            self.claim.run_id,
+            lambda locked: protocol.outcome(locked, workflow, out),
+            known_digest=digest,
+            phase=self._phase,
+        )
+        self.handle.writing = False
+        self.runtime.send(ruled.due)
+
+    def _listen_for_late(
+        self, late: asyncio.Future[Any], go: Go, tool: Tool, arguments: Any
+    ) -> None:
+        """A call that was given up may still answer: a receipt, however late, is evidence."""
+
+        def heard(work: asyncio.Future[Any]) -> None:
+            if work.cancelled() or work.exception() is not None:
+                return
+            done = Called(End.RETURNED, work.result())
+            end, reply = judged(tool.contract, arguments, done, self.view(self.claim.state))
+            if isinstance(reply, Succeeded):
+                try:
+                    self._outcome(go, tool, end, reply)
+                except (ConnectionLost, DatabaseUnavailable) as error:
+                    log.warning("late evidence for %s was not stored (%s)", go.effect.id, error)
+
+        late.add_done_callback(heard)
+
+    # ---- update ---------------------------------------------------------------------------------------
+
+    def _refused(self, state: RunState, reason: Reason) -> None:
+        """The claim's charge was refused: commit that stop and start nothing."""
+        if self.claim.effect_id is None:
+            turn = machine.stop(state, reason, self.view(state))
+            self.events += turn.events
+            self._commit(_Told(state, None, turn))
+            return
+        # An effect that was released for sending again is still unknown: no stop may end the run over it.
+        self._rule_mine(lambda locked: protocol.spent(locked, reason))
+
+    def _commit(self, told: _Told) -> None:
+        state = told.turn.state
+        turn = replace(
+            told.turn,
+            events=tuple(self.events),
+            observation=self.observation,
+            outputs=self.outputs,
+        )
+        done = self.ledger.commit(
+            self.claim,
+            protocol.settle_turn(turn),
+            phase=self._phase(state),
+            output_bytes=self.output_bytes,
+        )
+        if done is False:
+            self._cancelled_or_lost(told)
+        elif done is not True:
+            self.runtime.send(done)
+
+    def _phase(self, state: RunState) -> Phase:
+        if state.status not in CLAIMABLE:
+            return Phase.RESUME
+        return machine.phase_of(self.workflow, state)
+
+    def _cancelled_or_lost(self, told: _Told) -> None:
+        """Nothing was written: either a cancel was wished meanwhile, or the run is no longer ours."""
+
+        def decide(locked: Locked) -> Ruling | None:
+            if not self._mine(locked) or not locked.cancel_requested:
+                return None
+            return self._under_wish(told, locked)
+
+        done = self.ledger.rule(self.claim.run_id, decide, output_bytes=self.output_bytes)
+        if done.ruling is None:
+            raise _Lost
+
+    def _under_wish(self, told: _Told, locked: Locked) -> Ruling:
+        """Judge the latest event again, as of a run that is being cancelled: nothing more is started."""
+        before = replace(told.before, status=RunStatus.CANCELLING)
+        view = self.view(before, cancelled=True)
+        # The cancel has traced the run's move; the moves that this step would have made did not happen.
+        latest = set(map(id, told.turn.events))
+        events = [e for e in self.events if id(e) not in latest and e.type != trace.RUN_MOVED]
+        turn = Turn(before, Stop(Reason.CANCELLED))
+        if told.event is not None:
+            try:
+                turn = machine.on(self.workflow, before, told.event, view)
+            except Exception:
+                log.exception("run %s: the workflow's code raised while cancelling", before.run_id)
+        if turn.state.status not in TERMINAL:
+            ended = machine.stop(turn.state, Reason.CANCELLED, view)
+            turn = replace(turn, state=ended.state, events=(*turn.events, *ended.events))
+        ruling = protocol.settle_turn(turn, locked.effect)
+        return replace(ruling, events=(*events, *turn.events), lease="take")
+
+    def _mine(self, locked: Locked) -> bool:
+        return (
+            locked.claim_id == self.claim.claim_id
+            and locked.epoch == self.claim.epoch
+            and locked.lease_until is not None
+        )
+
+    def _rule_mine(self, decide: Callable[[Locked], Ruling]) -> Ruled:
+        done = self.ledger.rule(
+            self.claim.run_id, lambda locked: decide(locked) if self._mine(locked) else None
+        )
+        if done.ruling is None:
+            raise _Lost
+        return done
+
+    async def _elsewhere(self, act: Callable[[], _T]) -> _T:
+        """Talk to Redis beside the loop: a server that hangs must not hold up the other steps."""
+        if not self.runtime.threads:
+            return act()
+        return await asyncio.get_running_loop().run_in_executor(None, act)
+
+
+def judged(
+    contract: ToolContract, arguments: Any, done: Called, view: View
+) -> tuple[End, Reply | None]:
+    """Judge what came back of a tool before anything of it may enter the state.
+
+    A refusal that the tool raises is a reply. A result outside of its contract, of another subject, too
+    large, or whose postcondition does not hold is no result: of a read a failure, of a write a doubt.
+    """
+    if isinstance(done.error, ToolRefused):
+        return End.RETURNED, Refused(done.error.reason, done.error.retryable)
+    if isinstance(done.error, ToolUnclear):
+        return End.RETURNED, Doubtful(done.error.reason)
+    if done.end is not End.RETURNED:
+        return done.end, None
+    if isinstance(done.value, Succeeded | Refused | Doubtful):
+        return End.RETURNED, done.value
+    problem = None
+    value: Json = None
+    text = ""
+    try:
+        value = contract.check_output(done.value)
+        text = value if isinstance(value, str) else canonical(value)
+        if len(text) > contract.max_output_bytes:
+            problem = "output-too-large"
+        elif contract.belongs_to is not None and not contract.belongs_to(value, view.run):
+            problem = "result-of-another-subject"
+        elif contract.postcondition is not None and not contract.postcondition(arguments, value):
+            problem = "postcondition-failed"
+    except NotCanonical as error:
+        log.info("tool %s: %s", contract.name, error)
+        problem = "result-violates-contract"
+    except Exception as error:
+        log.info("tool %s: a check of its contract raised %r", contract.name, error)
+        problem = "result-violates-contract"
+    if problem is None:
+        return End.RETURNED, Succeeded(value, text)
+    if contract.side_effect.writes:
+        return End.RETURNED, Doubtful(problem)
+    return End.RETURNED, Refused(problem)
+
+
+def _described(tool: Tool) -> MappingProxyType[str, Json]:
+    contract = tool.contract
+    schema: Any = {"type": "object"}
+    if contract.input is not None:
+        schema = contract.input.model_json_schema()
+    return MappingProxyType(
+        {"name": contract.name, "description": contract.description, "schema": schema}
+    )

@@ -1,0 +1,35 @@
+"""What every test may ask for: servers of its own kind, and the record of acceptance criteria."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from handrail.embedded import EmbeddedValkey
+from handrail.testing.services import EmbeddedPostgres
+from tests.acceptance import AcceptanceRecord
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(AcceptanceRecord(config))
+
+
+@pytest.fixture(scope="session")
+def valkey_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a Valkey server of this test process (under xdist: one a worker)."""
+    with EmbeddedValkey(tmp_path_factory.mktemp("valkey")) as valkey:
+        yield valkey.url
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[EmbeddedPostgres]:
+    """A PostgreSQL server of this test process, which may forget what it committed in a crash."""
+    with EmbeddedPostgres(durable=False) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def postgres_url(postgres: EmbeddedPostgres) -> str:
+    """The address of an empty database of this test process."""
+    return postgres.create_database("tests")
