@@ -1,7 +1,7 @@
 """Budgets: what a run may spend, what is left of it, and who is refused in which order.
 
-Counts are charged before the call that they pay for and never return; a claim's reserved tool call is
-settled once, downwards. Zero means none, never "unlimited". Pure: no I/O, no clock.
+Counts are charged before the call that they pay for and never return; a claim's reserved tool call
+is settled once, downwards. Zero means none, never "unlimited". Pure: no I/O, no clock.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ def _whole(name: str, value: object, *, least: int) -> None:
 class Budget:
     """The limits of one run. Every dimension has a value; none is unlimited.
 
-    Counts are whole numbers of at least 0, `deadline_ms` is working time in milliseconds (waiting for a
-    person does not use it), `expires_ms` the hard limit on the run's whole life, which nothing pauses;
-    `cost_microusd` is millionths of a US dollar. `per_tool` bounds single tools within `tool_calls`.
+    Counts are whole numbers of at least 0, `deadline_ms` is working time in milliseconds (waiting
+    for a person does not use it), `expires_ms` the hard limit on the run's whole life, which
+    nothing pauses; `cost_microusd` is millionths of a US dollar. `per_tool` bounds single tools
+    within `tool_calls`.
     """
 
     steps: int = 16
@@ -65,7 +66,9 @@ class Budget:
         return cls().altered(value)
 
     def altered(self, changes: Mapping[str, Any]) -> Budget:
-        """Return these limits with some replaced; an unknown name or a bad value raises `InvalidBudget`."""
+        """Return these limits with some replaced; an unknown name or a bad value raises
+        `InvalidBudget`.
+        """
         names = {f.name for f in fields(self)}
         for name, value in changes.items():
             if name not in names:
@@ -108,7 +111,9 @@ TASK_TYPES: Final[Mapping[str, Budget]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallLimits:
-    """Time limits of one call, in milliseconds, at least 1. They bound a call and are no budgets."""
+    """Time limits of one call, in milliseconds, at least 1. They bound a call and are no
+    budgets.
+    """
 
     model_ms: int = 30_000
     tool_ms: int = 10_000
@@ -124,7 +129,9 @@ class CallLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetLeft:
-    """What is left of a budget. `tool_calls_reserved` is 0 or 1: paid by the claim, not yet used."""
+    """What is left of a budget. `tool_calls_reserved` is 0 or 1: paid by the claim, not yet
+    used.
+    """
 
     steps: int
     model_calls: int
@@ -194,8 +201,9 @@ def charge(
 ) -> BudgetLeft | Reason:
     """Pay for a claim, or name what refuses it; a refused claim charges nothing.
 
-    The order is fixed: cancellation, steps, deadline, model calls, then the amounts that a model call uses. `remaining_ms` is the time left of the
-    run's deadline. The ledger's claim statement says the same in SQL, and a test compares the two.
+    The order is fixed: cancellation, steps, deadline, model calls, then the amounts that a model
+    call uses. `remaining_ms` is the time left of the run's deadline. The ledger's claim statement
+    says the same in SQL, and a test compares the two.
     """
     if cancelled:
         return Reason.CANCELLED
@@ -245,7 +253,8 @@ CODE_OF: Final[Mapping[Reason, BudgetCode]] = MappingProxyType(
 
 
 def call_limit(own_ms: int, remaining_ms: int) -> tuple[int, bool]:
-    """Return min(own limit, time left) in milliseconds, and whether the run's deadline is what binds.
+    """Return min(own limit, time left) in milliseconds, and whether the run's deadline is what
+    binds.
 
     Equal counts as bound. No layer ever starts a full time-out anew.
     """
@@ -261,7 +270,9 @@ def worst_case_ms(
     tool_calls: int = 0,
     tool_ms: int = 0,
 ) -> int:
-    """Return the longest time that the calls and pauses can take one after the other, in milliseconds."""
+    """Return the longest time that the calls and pauses can take one after the other, in
+    milliseconds.
+    """
     return model_calls * model_ms + pauses * pause_ms + tool_calls * tool_ms
 
 
@@ -270,8 +281,8 @@ def must_answer_within(name: str, *, worst_ms: int, required_ms: int) -> None:
     if worst_ms > required_ms:
         raise InvalidDefinition(
             name,
-            f"the worst case is {worst_ms / 1000:g} s and the required answer time {required_ms / 1000:g} s:"
-            " allow fewer calls, shorter limits or more time",
+            f"the worst case is {worst_ms / 1000:g} s and the required answer time"
+            f" {required_ms / 1000:g} s: allow fewer calls, shorter limits or more time",
         )
 
 

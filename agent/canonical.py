@@ -1,9 +1,9 @@
 """One text for one JSON value: what is hashed, compared, shown to an approver and sent to a tool.
 
 Keys are ordered by code point, numbers stand by value (`1`, `1.0` and `1e0` are one number, `-0` is
-`0`, integers are exact at any size), array order counts, strings are never normalised or trimmed. The
-text is ASCII: whatever a model or a tool says (NUL, lone surrogates) can be stored and read back.
-Pure: no I/O, no clock.
+`0`, integers are exact at any size), array order counts, strings are never normalised or trimmed.
+The text is ASCII: whatever a model or a tool says (NUL, lone surrogates) can be stored and read
+back. Pure: no I/O, no clock.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Final, TypeAlias
 
 from handrail.agent.errors import NotCanonical
 
-Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 #: Deeper nesting has no use in a tool's arguments and would exhaust an interpreter's stack.
 MAX_DEPTH: Final = 64
@@ -28,8 +28,8 @@ MAX_INTEGER_DIGITS: Final = 4_000
 def parse_json(text: str | bytes) -> Json:
     """Parse untrusted JSON text exactly.
 
-    Numbers keep their value (`9007199254740993.0` is an integer), duplicate keys, NaN and infinities are
-    refused. Raises `NotCanonical`; never another error.
+    Numbers keep their value (`9007199254740993.0` is an integer), duplicate keys, NaN and
+    infinities are refused. Raises `NotCanonical`; never another error.
     """
     try:
         value = json.loads(
@@ -46,7 +46,9 @@ def parse_json(text: str | bytes) -> Json:
 
 
 def normal(value: object) -> Json:
-    """Return the normal form of a JSON-like value: plain types, exact numbers. Raises `NotCanonical`."""
+    """Return the normal form of a JSON-like value: plain types, exact numbers. Raises
+    `NotCanonical`.
+    """
     return _normal(value, MAX_DEPTH)
 
 
@@ -61,7 +63,9 @@ def dumps(value: Json) -> str:
 
 
 def digest(*parts: str) -> str:
-    """Return a 128-bit hash of canonical texts, as 32 hexadecimal digits; parts cannot run together."""
+    """Return a 128-bit hash of canonical texts, as 32 hexadecimal digits; parts cannot run
+    together.
+    """
     hasher = hashlib.sha256()
     for part in parts:
         data = part.encode("utf-8", "surrogatepass")

@@ -1,8 +1,9 @@
 """The record of one business intent, from plan to proof, and what may be concluded about it.
 
-`may_send` says when an intent may be sent (again), `classify` what a sender's own word proves, `resolve`
-what a query's answer proves. A doubt is never settled by hope: absence takes two consistent answers to
-queries that were sent after the last moment at which the write could still land. Pure.
+`may_send` says when an intent may be sent (again), `classify` what a sender's own word proves,
+`resolve` what a query's answer proves. A doubt is never settled by hope: absence takes two
+consistent answers to queries that were sent after the last moment at which the write could still
+land. Pure.
 """
 
 from __future__ import annotations
@@ -104,7 +105,9 @@ class Terms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effect:
-    """One effect as the ledger holds it. Instants are milliseconds since the epoch, by its clock."""
+    """One effect as the ledger holds it. Instants are milliseconds since the epoch, by its
+    clock.
+    """
 
     id: str
     tenant: str
@@ -143,7 +146,9 @@ def upstream_key(tenant: str, intent_key: str) -> str:
 
 
 def may_send(effect: Effect, *, now: int, max_stall_ms: int | None) -> bool:
-    """Whether this intent may be sent, first or again. `max_stall_ms=None`: no bound is declared."""
+    """Whether this intent may be sent, first or again. `max_stall_ms=None`: no bound is
+    declared.
+    """
     if effect.attempts == 0 or effect.doubt is Doubt.NONE:
         return True
     terms = effect.terms
@@ -160,8 +165,8 @@ def may_send(effect: Effect, *, now: int, max_stall_ms: int | None) -> bool:
 def classify(effect: Effect, end: End, reply: Reply | None) -> EffectStatus:
     """Say what the sender's own word proves about the attempt that it has just made.
 
-    A receipt proves application. A refusal proves the absence of its own attempt alone: with an unproven
-    earlier attempt the effect stays unknown. Everything else proves nothing.
+    A receipt proves application. A refusal proves the absence of its own attempt alone: with an
+    unproven earlier attempt the effect stays unknown. Everything else proves nothing.
     """
     if end is End.RETURNED and isinstance(reply, Succeeded):
         return EffectStatus.APPLIED
@@ -180,12 +185,14 @@ def trigger_of(end: End, reply: Reply | None, *, cancelled: bool) -> Trigger:
     return Trigger.TIMEOUT if end is End.TIMED_OUT else Trigger.EXCEPTION
 
 
-# ---- queries ----------------------------------------------------------------------------------------------
+# ---- queries -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """A query's answer: it took effect. `value` is the service's record, `evidence` refers to it."""
+    """A query's answer: it took effect. `value` is the service's record, `evidence` refers to
+    it.
+    """
 
     value: Json
     evidence: str
@@ -226,7 +233,9 @@ class ProvedAbsent:
 
 @dataclass(frozen=True, slots=True)
 class AskAgain:
-    """Not settled: query again at `at`. `absences` counts answers that count; `queries_left` what remains."""
+    """Not settled: query again at `at`. `absences` counts answers that count; `queries_left`
+    what remains.
+    """
 
     at: int
     absences: int
@@ -259,8 +268,9 @@ def resolve(
 ) -> Conclusion:
     """Say what a tool's answer proves about an effect whose outcome is unknown.
 
-    `sent_at` is when the query was *sent*, by the ledger's clock: one that was sent too early proves no
-    absence, whenever its answer is read. `jitter` is in [0, 1). The first case that fits decides.
+    `sent_at` is when the query was *sent*, by the ledger's clock: one that was sent too early
+    proves no absence, whenever its answer is read. `jitter` is in [0, 1). The first case that fits
+    decides.
     """
     counts = max_stall_ms is not None and sent_at >= effect.settles_at(max_stall_ms)
     absences = effect.absences

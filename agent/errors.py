@@ -1,4 +1,6 @@
-"""Errors of the core, grouped by what the caller does next. What we expect is a value, not an error."""
+"""Errors of the core, grouped by what the caller does next. What we expect is a value, not an
+error.
+"""
 
 from __future__ import annotations
 

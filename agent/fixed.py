@@ -1,8 +1,9 @@
 """Fixed stages: what is always the same is written as code, and no model decides about it.
 
-`Read` calls a read tool with arguments that the program makes, `Check` judges what is known, `Confirm`
-parks the exact action with a person, `Commit` performs it, `Verify` looks at the outside world
-independently. The functions that a workflow hands in are pure, but for the check of `Verify`. Pure.
+`Read` calls a read tool with arguments that the program makes, `Check` judges what is known,
+`Confirm` parks the exact action with a person, `Commit` performs it, `Verify` looks at the outside
+world independently. The functions that a workflow hands in are pure, but for the check of `Verify`.
+Pure.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ class HandOff:
 
 @dataclass(frozen=True, slots=True)
 class Deny:
-    """A check's answer: the run stops for this reason; the detail names the fields that do not fit."""
+    """A check's answer: the run stops for this reason; the detail names the fields that do not
+    fit.
+    """
 
     reason: Reason = Reason.PERMISSION_DENIED
     detail: Mapping[str, Json] = field(default_factory=dict)
@@ -281,7 +284,9 @@ class Verify:
 
 
 def _call(stage: str, action: Action, view: View, *, approval: bool = False) -> Move:
-    """Pass the program's own call through the gates: its arguments are no more trusted than a model's."""
+    """Pass the program's own call through the gates: its arguments are no more trusted than a
+    model's.
+    """
     contract = action.tool.contract
     try:
         checked = contract.validate(dict(_plain(action.arguments)))

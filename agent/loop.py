@@ -1,7 +1,8 @@
-"""The controlled agent loop: the model chooses one action a round; the program does everything else.
+"""The controlled agent loop: the model chooses one action a round; the program does everything
+else.
 
-Observe, decide, act, validate, update. The gate's order of checks is fixed: cancellation, kind and tool
-name, arguments, permission, tool budget, repetition, deadline, approval, dispatch. Pure.
+Observe, decide, act, validate, update. The gate's order of checks is fixed: cancellation, kind and
+tool name, arguments, permission, tool budget, repetition, deadline, approval, dispatch. Pure.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ from handrail.agent.trace import TraceEvent
 class NoProgress:
     """Stop when one action was executed `times` times within the last `window` executed actions.
 
-    The state version is disregarded: a tool that tells something new but useless every time is found too.
+    The state version is disregarded: a tool that tells something new but useless every time is
+    found too.
     """
 
     times: int = 4
@@ -84,9 +86,10 @@ class NoProgress:
 class AgentLoop:
     """A region in which a model chooses among `actions`, one at a time, until a check holds.
 
-    `verify(claim, call)` is the independent check of a claim of completion: the model has no access to
-    it. `allowed(view)` narrows the tools of a round. `corrections` is how many invalid proposals are
-    answered with their reason code instead of a stop. `no_progress=None` switches that detector off.
+    `verify(claim, call)` is the independent check of a claim of completion: the model has no access
+    to it. `allowed(view)` narrows the tools of a round. `corrections` is how many invalid proposals
+    are answered with their reason code instead of a stop. `no_progress=None` switches that detector
+    off.
     """
 
     name: str
@@ -110,7 +113,8 @@ class AgentLoop:
             if tool.contract.side_effect is SideEffect.IRREVERSIBLE:
                 raise InvalidDefinition(
                     title,
-                    f"the tool {tool.name!r} is irreversible: it belongs into a fixed commit, not into an open loop",
+                    f"the tool {tool.name!r} is irreversible: it belongs into a fixed commit,"
+                    " not into an open loop",
                 )
         if type(self.corrections) is not int or self.corrections < 0:
             raise InvalidDefinition(title, "corrections must be a whole number of at least 0")
@@ -157,7 +161,7 @@ class AgentLoop:
                 return Move(frame, Stop(reason, {"problem": problem}))
         raise TypeError(f"an agent loop is told nothing about {type(event).__name__}")
 
-    # ---- decide -----------------------------------------------------------------------------------------
+    # ---- decide ----------------------------------------------------------------------------------
 
     def _ask(self, view: View) -> AskModel:
         return AskModel(self.model, self._allowed_names(view))
@@ -231,12 +235,13 @@ class AgentLoop:
         detail |= {"kind": kind, "proposal_type": kind, "modelCalls": view.model_calls}
         return _event(view, trace.PROPOSAL_RECEIVED, **detail)
 
-    # ---- the policy gate --------------------------------------------------------------------------------
+    # ---- the policy gate -------------------------------------------------------------------------
 
     def _gate(
         self, frame: Frame, proposal: ToolProposal, view: View, events: tuple[TraceEvent, ...]
     ) -> Move:
-        # Exact comparison against this round's list: no normalising, no near match, no look-up by import.
+        # Exact comparison against this round's list: no normalising, no near match, no look-up by
+        # import.
         if proposal.tool not in self._allowed_names(view):
             return self._reject(frame, view, events, Reason.INVALID_PROPOSAL, "unknown tool")
         tool = next(tool for tool in self.actions if tool.name == proposal.tool)
@@ -312,7 +317,7 @@ class AgentLoop:
         recent = [*_strings(frame["recent"]), action][-self.no_progress.window :]
         return [*recent]
 
-    # ---- validate and update ----------------------------------------------------------------------------
+    # ---- validate and update ---------------------------------------------------------------------
 
     def _on_result(self, frame: Frame, event: Result, view: View) -> Move:
         waiting = _waiting(frame)
@@ -332,7 +337,8 @@ class AgentLoop:
         if judged.stop is not None:
             return Move(frame, judged.stop, judged.events)
         if event.ok:
-            # A claim that was verified is the run's answer or the next stage's input, not a new fact.
+            # A claim that was verified is the run's answer or the next stage's input, not a new
+            # fact.
             return Move(frame, Finish(frame["claim"], fact=False), judged.events)
         return Move(frame, self._ask(view), judged.events, round_done=True)
 
@@ -368,7 +374,7 @@ class AgentLoop:
         return next(tool.contract for tool in self.actions if tool.name == name)
 
 
-# ---- judging what came back, shared with the fixed stages -------------------------------------------------
+# ---- judging what came back, shared with the fixed stages ----------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,7 +388,9 @@ class Judged:
 def judge(
     contract: ToolContract, arguments: Mapping[str, Json], event: Result, view: View
 ) -> Judged:
-    """Classify how a tool call ended. A write without proof is an unknown effect, whatever the cause."""
+    """Classify how a tool call ended. A write without proof is an unknown effect, whatever the
+    cause.
+    """
     write = contract.side_effect.writes
     if event.end is not End.RETURNED:
         failed = _event(

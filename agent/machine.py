@@ -1,8 +1,8 @@
 """The run machine: state and event in; state, next command and trace out.
 
-A worker, the in-process runner, the vectors and the simulator drive this one machine. It resolves moves
-inside the stage tree (`Enter`, `Finish`) by itself and returns at every command that needs the world.
-Pure: no I/O, no clock; times, ids and chance are handed in.
+A worker, the in-process runner, the vectors and the simulator drive this one machine. It resolves
+moves inside the stage tree (`Enter`, `Finish`) by itself and returns at every command that needs
+the world. Pure: no I/O, no clock; times, ids and chance are handed in.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ _S, _E = RunStatus, RunEvent
 
 
 class Level(NamedTuple):
-    """One level of a run's position: the stage's name below its parent ("" for the root) and its frame."""
+    """One level of a run's position: the stage's name below its parent ("" for the root) and
+    its frame.
+    """
 
     name: str
     frame: Frame
@@ -65,8 +67,9 @@ class Level(NamedTuple):
 class RunState:
     """The public and authoritative state of one run, as the ledger stores it between two steps.
 
-    `pending` is the command that the next claim executes; `told` an event that arrived while the run
-    rested (an approval, an answer, a proof) and is delivered instead. `observations` is a window, oldest first; `observation_count` counts all.
+    `pending` is the command that the next claim executes; `told` an event that arrived while the
+    run rested (an approval, an answer, a proof) and is delivered instead. `observations` is a
+    window, oldest first; `observation_count` counts all.
     """
 
     run_id: str
@@ -143,8 +146,8 @@ class RunState:
 class Turn:
     """The machine's answer: the state after, what to do next, and what to record.
 
-    `command` is what `state.pending` holds unless the run stopped. `observation` and `outputs` are new and
-    go into rows of their own.
+    `command` is what `state.pending` holds unless the run stopped. `observation` and `outputs` are
+    new and go into rows of their own.
     """
 
     state: RunState
@@ -231,7 +234,7 @@ def claimed(state: RunState, phase: Phase, events: list[TraceEvent]) -> RunState
     return state
 
 
-# ---- inside one turn ----------------------------------------------------------------------------------
+# ---- inside one turn -----------------------------------------------------------------------------
 
 
 def _run(
@@ -299,7 +302,8 @@ def _moves_of(state: RunState, event: Event, events: list[TraceEvent]) -> RunSta
 def _towards_execution(state: RunState, command: InvokeTool, events: list[TraceEvent]) -> RunState:
     if state.status is _S.QUEUED:  # a workflow whose first stage writes: its first claim moves it
         return state
-    # The same two moves whoever chose the call: a model's proposal, or the program's own checkpoint.
+    # The same two moves whoever chose the call: a model's proposal, or the program's own
+    # checkpoint.
     cause = _E.CHECKPOINT_RESUMED if command.fixed else _E.PROPOSAL_ALLOWED
     return state if state.status is _S.EXECUTING else moved(state, cause, events)
 
@@ -416,7 +420,9 @@ _EXECUTING_STOPS: Final = frozenset(
 def stop_detail(
     state: RunState, command: Stop, category: Category, remaining_ms: int
 ) -> dict[str, Json]:
-    """Explain a stop: stable reason, snapshot of all budgets, products so far, pointers to evidence."""
+    """Explain a stop: stable reason, snapshot of all budgets, products so far, pointers to
+    evidence.
+    """
     left = state.left.snapshot()
     limits = {**state.budget.to_json(), "per_tool": None}
     used: dict[str, Json] = {

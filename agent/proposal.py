@@ -39,7 +39,9 @@ class Clarification:
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """The model's output is no proposal. `kind` is what it called itself, shortened for the trace."""
+    """The model's output is no proposal. `kind` is what it called itself, shortened for the
+    trace.
+    """
 
     kind: str
     problem: str
@@ -58,8 +60,8 @@ _MAX_KIND: Final = 64
 def parse_proposal(raw: object) -> Proposal | Malformed:
     """Read one proposal from a model's raw output: a JSON text or an already decoded value.
 
-    A missing field, a wrong type, an additional field (`approved`, `credential`, `command`, ...), a list
-    of actions, or a value without canonical form is `Malformed`. Never raises.
+    A missing field, a wrong type, an additional field (`approved`, `credential`, `command`, ...), a
+    list of actions, or a value without canonical form is `Malformed`. Never raises.
     """
     try:
         value: Any = parse_json(raw) if isinstance(raw, str | bytes) else normal(raw)

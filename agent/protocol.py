@@ -1,8 +1,8 @@
 """Every decision about a run and its effect that is made under the row's lock.
 
-The ledger locks the run row, then its effect, hands both in as a `Locked` value and writes the `Ruling`
-that comes back, in one transaction. What a cancel, a lost lease, a dispatch, a receipt or a query's answer
-means is said here and nowhere else. Pure: no I/O, no clock.
+The ledger locks the run row, then its effect, hands both in as a `Locked` value and writes the
+`Ruling` that comes back, in one transaction. What a cancel, a lost lease, a dispatch, a receipt or
+a query's answer means is said here and nowhere else. Pure: no I/O, no clock.
 """
 
 from __future__ import annotations
@@ -122,7 +122,9 @@ class Locked:
 
     @property
     def own_effect(self) -> EffectStatus | None:
-        """The status of the run's own effect; None where it has none, or another run dispatched it."""
+        """The status of the run's own effect; None where it has none, or another run dispatched
+        it.
+        """
         if self.effect is None or self.effect.owner_run_id not in (None, self.state.run_id):
             return None
         return self.effect.status
@@ -139,8 +141,9 @@ class Locked:
 class Ruling:
     """What is to be written, in the transaction that holds the lock.
 
-    `lease`: `keep` it, `release` it, or `take` it over (released, and the epoch raised, so that whoever
-    held it is fenced off). `wake_in_ms` overrides when the sweep looks again. `publish`: a step is due.
+    `lease`: `keep` it, `release` it, or `take` it over (released, and the epoch raised, so that
+    whoever held it is fenced off). `wake_in_ms` overrides when the sweep looks again. `publish`: a
+    step is due.
     """
 
     state: RunState
@@ -170,7 +173,7 @@ class Ruling:
         return self.state.status in CLAIMABLE and self.lease != "keep" and self.due_in_ms == 0
 
 
-# ---- a step's own decisions ---------------------------------------------------------------------------------
+# ---- a step's own decisions ----------------------------------------------------------------------
 
 
 def settle_turn(turn: Turn, effect: Effect | None = None) -> Ruling:
@@ -197,7 +200,7 @@ def give_back(locked: Locked, problem: str, *, due_in_ms: int) -> Ruling:
     return Ruling(state=state, events=tuple(events), due_in_ms=due_in_ms, attempts=attempts)
 
 
-# ---- dispatch -------------------------------------------------------------------------------------------------
+# ---- dispatch ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,8 +231,8 @@ def dispatch(
 ) -> tuple[Ruling | None, Dispatch]:
     """Decide whether a write may be sent now; source: the effect protocol's dispatch.
 
-    The run must be mine, executing and not wished to be cancelled; the effect must be free; approval and
-    tool call are consumed in the same transaction.
+    The run must be mine, executing and not wished to be cancelled; the effect must be free;
+    approval and tool call are consumed in the same transaction.
     """
     state, effect = locked.state, locked.effect
     assert effect is not None
@@ -328,12 +331,14 @@ def approval_problem(locked: Locked, command: InvokeTool) -> str | None:
     return None if same else "something else was approved"
 
 
-# ---- the outcome of a dispatch ---------------------------------------------------------------------------------
+# ---- the outcome of a dispatch -------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a sender knows of its own attempt. `sent=False`: it never left, by the sender's own word."""
+    """What a sender knows of its own attempt. `sent=False`: it never left, by the sender's own
+    word.
+    """
 
     token: int
     end: End
@@ -346,8 +351,8 @@ class Outcome:
 def outcome(locked: Locked, workflow: Workflow, out: Outcome) -> Ruling:
     """Commit what a sender says about its attempt, judged by the effect's token alone.
 
-    A cancel or a lost lease must not discard a receipt; whatever comes too late is kept as evidence and
-    is never a negative verdict.
+    A cancel or a lost lease must not discard a receipt; whatever comes too late is kept as evidence
+    and is never a negative verdict.
     """
     effect = locked.effect
     assert effect is not None
@@ -453,13 +458,14 @@ def contrary_evidence(locked: Locked) -> Ruling:
     )
 
 
-# ---- cancellation -----------------------------------------------------------------------------------------------
+# ---- cancellation --------------------------------------------------------------------------------
 
 
 def cancel(locked: Locked) -> Ruling | None:
     """Set the wish and move the run; None where it has ended, or is wished already.
 
-    Unless the run's own effect is unknown the epoch stays: the lease holder may still commit what is true.
+    Unless the run's own effect is unknown the epoch stays: the lease holder may still commit what
+    is true.
     """
     state = locked.state
     if state.status in TERMINAL or locked.cancel_requested:
@@ -495,7 +501,7 @@ def cancel(locked: Locked) -> Ruling | None:
     return replace(_stop(locked, Reason.CANCELLED, before=events), wish=True)
 
 
-# ---- what the sweep finds ---------------------------------------------------------------------------------------
+# ---- what the sweep finds ------------------------------------------------------------------------
 
 
 def wake(locked: Locked, *, max_attempts: int, max_stall_ms: int | None) -> Ruling | None:
@@ -693,15 +699,19 @@ def _released_for_sending(locked: Locked, effect: Effect) -> Ruling:
 
 
 def _released(locked: Locked) -> bool:
-    """An unknown effect of a run that executes again was released for sending the same key again."""
+    """An unknown effect of a run that executes again was released for sending the same key
+    again.
+    """
     return locked.state.status is _S.EXECUTING and locked.own_effect is EffectStatus.UNKNOWN
 
 
-# ---- people -------------------------------------------------------------------------------------------------------
+# ---- people --------------------------------------------------------------------------------------
 
 
 def approve(locked: Locked, *, approver: str) -> Ruling | None:
-    """Record consent and set the run going with the time that it had left; None where it waits for none."""
+    """Record consent and set the run going with the time that it had left; None where it waits
+    for none.
+    """
     approval = locked.approval
     if locked.state.status is not _S.AWAITING_APPROVAL or approval is None:
         return None
@@ -754,7 +764,9 @@ def answer(locked: Locked, *, text: str, author: str) -> Ruling | None:
 def handoff_of(
     state: RunState, effect: Effect | None, *, reason: Reason | None = None
 ) -> dict[str, Json]:
-    """Everything that a person needs: goal, verified facts, pending action, budget left, trace pointer."""
+    """Everything that a person needs: goal, verified facts, pending action, budget left, trace
+    pointer.
+    """
     pending: Json = "none"
     if state.pending is not None:
         pending = command_to_json(state.pending)
@@ -785,7 +797,7 @@ def handoff_of(
     return package
 
 
-# ---- shared -------------------------------------------------------------------------------------------------------
+# ---- shared --------------------------------------------------------------------------------------
 
 
 def _takes_recorded(locked: Locked, effect: Effect) -> Ruling:
@@ -832,8 +844,8 @@ def _unsent_status(effect: Effect) -> EffectStatus:
 def _applied_although_cancelled(
     locked: Locked, effect: Effect, events: list[TraceEvent] | None = None
 ) -> Ruling:
-    """A write took effect and its run is wished to be cancelled: the effect stays where others rest on
-    it; otherwise a person decides, since no compensation is declared."""
+    """A write took effect and its run is wished to be cancelled: the effect stays where others rest
+    on it; otherwise a person decides, since no compensation is declared."""
     events = events if events is not None else []
     state = locked.state
     if locked.other_holders:

@@ -34,13 +34,17 @@ class Observation:
 
     @classmethod
     def of(cls, source: str, text: str, stable: str | None = None) -> Observation:
-        """Make an observation; `stable` is the text without volatile fields, by which it is compared."""
+        """Make an observation; `stable` is the text without volatile fields, by which it is
+        compared.
+        """
         return cls(source, text, digest(text if stable is None else stable))
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a stage may know when it decides. Times are milliseconds; ids and chance are handed in."""
+    """What a stage may know when it decides. Times are milliseconds; ids and chance are handed
+    in.
+    """
 
     run: RunFacts
     budget: BudgetLeft
@@ -65,14 +69,16 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A verification's finding: whether it holds, harmless facts for the trace, what was looked at."""
+    """A verification's finding: whether it holds, harmless facts for the trace, what was looked
+    at.
+    """
 
     ok: bool
     detail: Mapping[str, Json] = field(default_factory=dict)
     evidence: str | None = None
 
 
-# ---- events: what a stage is told -----------------------------------------------------------------------
+# ---- events: what a stage is told ----------------------------------------------------------------
 
 
 class End(StrEnum):
@@ -124,8 +130,8 @@ class Proposed:
 class Result:
     """A tool call has ended. `known`: the same observation is already in the state.
 
-    For a write, `settled` says whether the ledger holds a proof (`applied` or `absent`), and `evidence`
-    refers to it.
+    For a write, `settled` says whether the ledger holds a proof (`applied` or `absent`), and
+    `evidence` refers to it.
     """
 
     end: End
@@ -138,7 +144,9 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A verification has ended. `detail` goes to the trace, `evidence` refers to what was looked at."""
+    """A verification has ended. `detail` goes to the trace, `evidence` refers to what was
+    looked at.
+    """
 
     end: End
     ok: bool = False
@@ -184,7 +192,9 @@ class Resolved:
 
 @dataclass(frozen=True, slots=True)
 class Unsent:
-    """The command could not be dispatched: `problem` is a stable code, `reason` the stop that it means."""
+    """The command could not be dispatched: `problem` is a stable code, `reason` the stop that
+    it means.
+    """
 
     reason: Reason
     problem: str
@@ -193,7 +203,7 @@ class Unsent:
 Event: TypeAlias = Proposed | Result | Verdict | ChildDone | Approved | Answered | Resolved | Unsent
 
 
-# ---- commands: what the program does next ---------------------------------------------------------------
+# ---- commands: what the program does next --------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,8 +218,9 @@ class AskModel:
 class InvokeTool:
     """An executable command: what the program made of a proposal after all gates.
 
-    Immutable and bound: arguments validated and in normal form, capability (which subject may have which
-    tool called until when), intent key (of a write), state version. `fixed`: chosen by the program.
+    Immutable and bound: arguments validated and in normal form, capability (which subject may have
+    which tool called until when), intent key (of a write), state version. `fixed`: chosen by the
+    program.
     """
 
     tool: str
@@ -227,7 +238,9 @@ class InvokeTool:
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """Check a claim or a postcondition independently; the shell finds the check at the stage's path."""
+    """Check a claim or a postcondition independently; the shell finds the check at the stage's
+    path.
+    """
 
     claim: Json
     timeout_ms: int
@@ -270,7 +283,9 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The run stops, or rests with a person. `detail` explains; `pending` is what was about to be done."""
+    """The run stops, or rests with a person. `detail` explains; `pending` is what was about to
+    be done.
+    """
 
     reason: Reason
     detail: Mapping[str, Json] = field(default_factory=dict)
@@ -282,7 +297,9 @@ Command: TypeAlias = AskModel | InvokeTool | Verify | Park | Enter | Finish | St
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A stage's answer. `observation` enters the state unless `known`; `round_done` counts a round."""
+    """A stage's answer. `observation` enters the state unless `known`; `round_done` counts a
+    round.
+    """
 
     frame: Frame
     command: Command
@@ -292,7 +309,9 @@ class Move:
 
 
 class Stage(Protocol):
-    """One orchestration pattern. `name` is its place in the tree; `children` is the static tree below."""
+    """One orchestration pattern. `name` is its place in the tree; `children` is the static tree
+    below.
+    """
 
     @property
     def name(self) -> str: ...
@@ -304,7 +323,7 @@ class Stage(Protocol):
     def on(self, frame: Frame, event: Event, view: View) -> Move: ...
 
 
-# ---- what stages share ----------------------------------------------------------------------------------
+# ---- what stages share ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The life of a run: its statuses, its events, the only legal moves, and the reasons for a stop.
 
-Pure: no I/O, no clock. Every change of status asks `next_status`; the ledger repeats the statuses as
-CHECKs, the README's diagram is drawn from `TRANSITIONS`, and a test walks every pair.
+Pure: no I/O, no clock. Every change of status asks `next_status`; the ledger repeats the statuses
+as CHECKs, the README's diagram is drawn from `TRANSITIONS`, and a test walks every pair.
 """
 
 from __future__ import annotations
@@ -269,7 +269,8 @@ WITH_PERSON: Final = frozenset({_S.AWAITING_APPROVAL, _S.AWAITING_INPUT, _S.HAND
 
 _R, _C = Reason, Category
 
-#: How a run stops for a reason: the event that the transition table is asked with, and the category.
+#: How a run stops for a reason: the event that the transition table is asked with, and the
+# category.
 STOPS: Final[Mapping[Reason, tuple[RunEvent, Category]]] = MappingProxyType(
     {
         _R.COMPLETED: (_E.COMPLETION_VERIFIED, _C.COMPLETION),
@@ -308,7 +309,9 @@ STOPS: Final[Mapping[Reason, tuple[RunEvent, Category]]] = MappingProxyType(
 
 
 def next_status(run_id: str, status: RunStatus, event: RunEvent) -> RunStatus:
-    """Return the status that `event` leads to; raise `IllegalTransition` where the table has no move."""
+    """Return the status that `event` leads to; raise `IllegalTransition` where the table has no
+    move.
+    """
     moves = TRANSITIONS[status]
     if event not in moves:
         raise IllegalTransition(run_id, status, event)

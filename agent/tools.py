@@ -91,7 +91,9 @@ class Principal:
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What a policy, an intent or a workflow's function may know of the run. Nothing in it can be changed."""
+    """What a policy, an intent or a workflow's function may know of the run. Nothing in it can
+    be changed.
+    """
 
     run_id: str
     tenant: str
@@ -110,13 +112,13 @@ class ToolContract:
     """The declaration of one tool; see the module. All times are milliseconds.
 
     `key_valid_for_ms`: how long the service honours the intent key (0: it does not; `FOREVER`).
-    `stores_failures`: a refusal is stored under the key and given again. `not_after`: the service refuses
-    a request that arrives after the deadline in it. `settle_after_ms`: how long after the last moment to
-    send it a write may still land. `pending_for_ms`: how long the answer "pending" is normal.
-    `intent(arguments, run)` names the business object and the action, never run, step or time.
-    `postcondition(arguments, result)` and `belongs_to(result, run)` judge a result before it enters the
-    state. `public(arguments, result)` gives harmless facts for the trace. `volatile` names fields that
-    take no part in fingerprints and comparisons.
+    `stores_failures`: a refusal is stored under the key and given again. `not_after`: the service
+    refuses a request that arrives after the deadline in it. `settle_after_ms`: how long after the
+    last moment to send it a write may still land. `pending_for_ms`: how long the answer "pending"
+    is normal. `intent(arguments, run)` names the business object and the action, never run, step or
+    time. `postcondition(arguments, result)` and `belongs_to(result, run)` judge a result before it
+    enters the state. `public(arguments, result)` gives harmless facts for the trace. `volatile`
+    names fields that take no part in fingerprints and comparisons.
     """
 
     name: str
@@ -166,8 +168,8 @@ class ToolContract:
         if self.intent is None:
             raise InvalidDefinition(
                 self._title,
-                "a write must declare intent(arguments, run): the stable identity of the business act"
-                " (declare side_effect='read' if it changes nothing)",
+                "a write must declare intent(arguments, run): the stable identity of the business"
+                " act (declare side_effect='read' if it changes nothing)",
             )
         if self.guarantee is None:
             raise InvalidDefinition(
@@ -201,7 +203,8 @@ class ToolContract:
         return "query" if self.can_query else "human"
 
     def validate(self, arguments: dict[str, Json]) -> Validated | Invalid:
-        """Check arguments strictly and bring them to their normal form; nothing is ever assumed valid.
+        """Check arguments strictly and bring them to their normal form; nothing is ever assumed
+        valid.
 
         Additional fields, booleans as numbers and texts as numbers are refused. Never raises: a
         validator that raises makes the arguments invalid.
@@ -221,7 +224,9 @@ class ToolContract:
         return self.input.model_validate_json(dumps(arguments), strict=True)
 
     def check_output(self, value: object) -> Json:
-        """Bring a result to its normal form; raise `NotCanonical` where it violates the contract."""
+        """Bring a result to its normal form; raise `NotCanonical` where it violates the
+        contract.
+        """
         if isinstance(value, BaseModel):
             value = value.model_dump(mode="json")
         if self.output is not None:
@@ -263,8 +268,8 @@ class Invalid:
 class Tool:
     """A contract with its functions, which only the shell calls.
 
-    `execute(arguments, call)` performs the call, synchronously or as a coroutine; `query(arguments, call)`
-    asks the service whether the intent took effect and must not change anything.
+    `execute(arguments, call)` performs the call, synchronously or as a coroutine; `query(arguments,
+    call)` asks the service whether the intent took effect and must not change anything.
     """
 
     contract: ToolContract
@@ -289,7 +294,9 @@ class Tool:
 
 
 def fingerprint(version: int, contract: ToolContract, arguments: Json) -> str:
-    """Identify a proposal: state version, tool and normalised arguments, volatile fields left out."""
+    """Identify a proposal: state version, tool and normalised arguments, volatile fields left
+    out.
+    """
     return digest(str(version), contract.name, dumps(contract.stable(arguments)))
 
 

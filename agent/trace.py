@@ -1,4 +1,5 @@
-"""What a trace holds: typed events with public facts only; never a model's reasoning, never a secret.
+"""What a trace holds: typed events with public facts only; never a model's reasoning, never a
+secret.
 
 Arguments and intent keys appear as hashes. Events are numbered without a gap when they are stored.
 Pure: no I/O, no clock.

@@ -1,4 +1,5 @@
-"""A workflow: a registered tree of stages with limits; the root runs its stages one after the other.
+"""A workflow: a registered tree of stages with limits; the root runs its stages one after the
+other.
 
 A definition that lacks something is refused when it is made, with a message that names what. Pure.
 """
@@ -36,9 +37,10 @@ MAX_STAGES = 64
 class Workflow:
     """One kind of run. `answer(run)` makes the answer when the last stage has finished.
 
-    `budget` (default: that of `task_type`) and `limits` apply to every run; a run may lower them, and
-    raise them only with the permission `budget:raise`. `answer_within_ms` is the answer time that the
-    definition promises: a worst case beyond it is refused. `pauses` and `pause_ms` count into it.
+    `budget` (default: that of `task_type`) and `limits` apply to every run; a run may lower them,
+    and raise them only with the permission `budget:raise`. `answer_within_ms` is the answer time
+    that the definition promises: a worst case beyond it is refused. `pauses` and `pause_ms` count
+    into it.
     """
 
     name: str
@@ -91,13 +93,15 @@ class Workflow:
         for stage in self.stages:
             if isinstance(stage, Confirm):
                 confirmed.add(stage.action)
-            elif isinstance(stage, Commit) and stage.tool.contract.needs_approval:
-                if stage.action not in confirmed:
-                    raise InvalidDefinition(
-                        title,
-                        f"stage {stage.name!r} commits {stage.tool.name!r}, which needs approval: put"
-                        " Confirm(..., action=<the same function>) before it",
-                    )
+                continue
+            if not isinstance(stage, Commit) or not stage.tool.contract.needs_approval:
+                continue
+            if stage.action not in confirmed:
+                raise InvalidDefinition(
+                    title,
+                    f"stage {stage.name!r} commits {stage.tool.name!r}, which needs approval:"
+                    " put Confirm(..., action=<the same function>) before it",
+                )
 
     @property
     def default_budget(self) -> Budget:
@@ -126,7 +130,9 @@ class Workflow:
             yield from below(stage)
 
     def stage_at(self, path: Sequence[str]) -> Stage:
-        """Return the stage at a path of names below the root; `InvalidDefinition` where there is none."""
+        """Return the stage at a path of names below the root; `InvalidDefinition` where there
+        is none.
+        """
         stage: Stage = self
         for name in path:
             if name not in stage.children:

@@ -1,7 +1,7 @@
 """The narrow interface to models: one streaming operation, four kinds of event, one proposal out.
 
-No object of a provider's SDK passes here, and a fake gateway suffices for every test of a run. What comes
-out of `fold` is untrusted and is parsed by the core like any other input.
+No object of a provider's SDK passes here, and a fake gateway suffices for every test of a run. What
+comes out of `fold` is untrusted and is parsed by the core like any other input.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any, Final, Protocol, TypeAlias
 
 from handrail.agent.canonical import Json, dumps
 
-#: Tool names by which a model completes, asks the user, or (a planner in code) hands a proposal over as it is.
+#: Tool names by which a model completes, asks the user, or (a planner in code) hands a proposal
+# over as it is.
 COMPLETE: Final = "handrail.complete"
 CLARIFY: Final = "handrail.clarify"
 RAW: Final = "handrail.raw"
@@ -90,7 +91,8 @@ ModelEvent: TypeAlias = Text | ToolCall | Usage | Stop
 class ModelGateway(Protocol):
     """One streaming operation. Closing the iterator aborts the request and its connection.
 
-    An adapter makes exactly one billable attempt a call: retries are the program's, and are charged.
+    An adapter makes exactly one billable attempt a call: retries are the program's, and are
+    charged.
     """
 
     def stream(self, request: ModelRequest) -> AsyncIterator[ModelEvent]:
@@ -124,8 +126,9 @@ class Folded:
 async def fold(events: AsyncIterator[ModelEvent], *, output_bytes_left: int) -> Folded:
     """Read a stream to its end and fold it into one raw proposal.
 
-    Several tool calls in one answer give a list, which is no valid proposal. A final text is a claim of
-    completion. Raises `ModelBroke` where the stream breaks off, `OutputOverflow` beyond the bytes left.
+    Several tool calls in one answer give a list, which is no valid proposal. A final text is a
+    claim of completion. Raises `ModelBroke` where the stream breaks off, `OutputOverflow` beyond
+    the bytes left.
     """
     folded = Folded()
     stopped = False

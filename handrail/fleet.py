@@ -1,8 +1,8 @@
 """The front door: declare tools and workflows, enqueue runs, follow, approve and cancel them.
 
-One `Fleet` is one deployment: its ledger, its broker, its workflows. Nothing is connected before it is
-used; `fleet.celery` is an ordinary Celery app, so `celery -A yourmodule:fleet.celery worker` works as
-`handrail worker` does.
+One `Fleet` is one deployment: its ledger, its broker, its workflows. Nothing is connected before it
+is used; `fleet.celery` is an ordinary Celery app, so `celery -A yourmodule:fleet.celery worker`
+works as `handrail worker` does.
 """
 
 from __future__ import annotations
@@ -69,7 +69,10 @@ class UnknownWorkflow(BadInput):
 
     def __str__(self) -> str:
         known = ", ".join(self.known) or "none is registered"
-        return f"there is no workflow {self.name!r}: register it with fleet.workflow(...); known: {known}"
+        return (
+            f"there is no workflow {self.name!r}: register it with fleet.workflow(...);"
+            f" known: {known}"
+        )
 
 
 @dataclass(eq=False)
@@ -138,7 +141,7 @@ class Fleet:
         """The settings, read when they are first needed."""
         return self._settings or Settings.read(**self._given)
 
-    # ---- declaring ------------------------------------------------------------------------------------
+    # ---- declaring -------------------------------------------------------------------------------
 
     def tool(
         self,
@@ -147,13 +150,15 @@ class Fleet:
         query: Callable[..., Any] | None = None,
         **contract: Any,
     ) -> Callable[[Callable[..., Any]], Tool]:
-        """Declare a tool: a decorator that turns a function into a `Tool` with an executable contract.
+        """Declare a tool: a decorator that turns a function into a `Tool` with an executable
+        contract.
 
-        The function takes (arguments, call): its input model, or a plain dict where the first parameter
-        has no pydantic annotation, and a `ToolCall`. It returns the result (its output model, or a JSON
-        value), raises `ToolRefused` to say that nothing happened, `ToolUnclear` where it does not know.
-        The other parameters are those of `ToolContract`; enumerations may be given as text. Whatever is
-        not declared has the most conservative default. Raises `InvalidDefinition`.
+        The function takes (arguments, call): its input model, or a plain dict where the first
+        parameter has no pydantic annotation, and a `ToolCall`. It returns the result (its output
+        model, or a JSON value), raises `ToolRefused` to say that nothing happened, `ToolUnclear`
+        where it does not know. The other parameters are those of `ToolContract`; enumerations may
+        be given as text. Whatever is not declared has the most conservative default. Raises
+        `InvalidDefinition`.
         """
         if callable(name):
             raise InvalidDefinition(
@@ -200,7 +205,7 @@ class Fleet:
         self.models[name] = model if hasattr(model, "stream") else Planner(model)
         return model
 
-    # ---- running --------------------------------------------------------------------------------------
+    # ---- running ---------------------------------------------------------------------------------
 
     def enqueue(
         self,
@@ -218,10 +223,10 @@ class Fleet:
     ) -> str:
         """Accept a run and publish its first step; returns the run's id.
 
-        Everything is checked before anything is written: an unknown workflow, a malformed goal or input, a
-        budget that is negative, fractional or missing each raise an error with a stable code. A broker
-        that is down is no error: the run is accepted, and the sweep publishes it. With a `dedupe_key`
-        (unique within the tenant) a double click is one run.
+        Everything is checked before anything is written: an unknown workflow, a malformed goal or
+        input, a budget that is negative, fractional or missing each raise an error with a stable
+        code. A broker that is down is no error: the run is accepted, and the sweep publishes it.
+        With a `dedupe_key` (unique within the tenant) a double click is one run.
         """
         new = self._new_run(
             workflow,
@@ -359,7 +364,8 @@ class Fleet:
         ended: bool = False,
         poll_s: float = 0.05,
     ) -> Run:
-        """Wait until a run rests: has ended, or waits for a person. `ended=True` waits for the end alone.
+        """Wait until a run rests: has ended, or waits for a person. `ended=True` waits for the end
+        alone.
 
         Raises `StillRunning` after `timeout_s`.
         """
@@ -373,7 +379,8 @@ class Fleet:
             time.sleep(poll_s)
 
     def cancel(self, run_id: str | Run) -> Run:
-        """Wish a run to be cancelled: nothing new is started; what is in flight is resolved, not denied.
+        """Wish a run to be cancelled: nothing new is started; what is in flight is resolved, not
+        denied.
 
         Returns the run as it is right after: `cancelled`, `cancelling`, or `reconciling` where the
         outcome of a write is not known yet. A run that has ended is returned as it is.
@@ -383,7 +390,8 @@ class Fleet:
         return self.get(run_id)
 
     def approve(self, run: str | Run, *, approver: str = "operator") -> Run:
-        """Agree to the exact action that a run is parked with; it goes on with the time it had left.
+        """Agree to the exact action that a run is parked with; it goes on with the time it had
+        left.
 
         Raises `NothingToApprove` where the run waits for no approval, or it is too old.
         """
@@ -410,20 +418,23 @@ class Fleet:
         if ruled.due is not None:
             self._publish([message_of(ruled.due)])
 
-    # ---- in this process ------------------------------------------------------------------------------
+    # ---- in this process -------------------------------------------------------------------------
 
     def run(self, workflow: str, *, goal: str, timeout_s: float = 60.0, **options: Any) -> Run:
-        """Run a workflow in this process, without a broker, until it rests; for tests and notebooks.
+        """Run a workflow in this process, without a broker, until it rests; for tests and
+        notebooks.
 
-        The same machine, ledger and reconciler as on a fleet. Options are those of `enqueue`. A run that
-        waits for a person is returned as it is: approve it, then `drive` it on.
+        The same machine, ledger and reconciler as on a fleet. Options are those of `enqueue`. A run
+        that waits for a person is returned as it is: approve it, then `drive` it on.
         """
         new = self._new_run(workflow, goal=goal, **(_NO_OPTIONS | options))
         inserted = self.ledger.insert_run(new)
         return self.drive(inserted.run_id, timeout_s=timeout_s)
 
     def drive(self, run_id: str | Run, *, timeout_s: float = 60.0) -> Run:
-        """Drive an accepted run in this process until it rests. Raises `StillRunning` after `timeout_s`."""
+        """Drive an accepted run in this process until it rests. Raises `StillRunning` after
+        `timeout_s`.
+        """
         limit = time.monotonic() + timeout_s
         queue: list[StepMessage] = []
         runtime = self.make_runtime(publish=queue.extend, lock=LocalLock())
@@ -445,7 +456,7 @@ class Fleet:
         finally:
             runtime.close()
 
-    # ---- parts ----------------------------------------------------------------------------------------
+    # ---- parts -----------------------------------------------------------------------------------
 
     @cached_property
     def ledger(self) -> Ledger:
@@ -496,7 +507,9 @@ class Fleet:
         return app
 
     def verify(self, *, worker: bool = False) -> None:
-        """Check what a process needs before it starts: database, broker, settings. Raises what it finds."""
+        """Check what a process needs before it starts: database, broker, settings. Raises what
+        it finds.
+        """
         self.ledger.now()
         if self.settings.broker_url:
             found = [*verify_app(self.celery)] if worker else []
@@ -558,7 +571,9 @@ class Fleet:
         )
 
     def _publish(self, messages: Sequence[StepMessage]) -> None:
-        """Publish, bounded; a broker that is down loses nothing: the sweep publishes what is due."""
+        """Publish, bounded; a broker that is down loses nothing: the sweep publishes what is
+        due.
+        """
         if not self.settings.broker_url:
             return
         try:
@@ -570,7 +585,7 @@ class Fleet:
         if self.settings.redis:
             CancelSignal(self.settings.redis, key_prefix=self.settings.key_prefix).send(run_id)
 
-    # ---- inside a worker --------------------------------------------------------------------------------
+    # ---- inside a worker -------------------------------------------------------------------------
 
     async def _handle(self, message: StepMessage) -> None:
         await run_step(self._runtime, message)

@@ -1,4 +1,6 @@
-"""A run as its owner reads it: one immutable value; changing what it holds changes nothing inside."""
+"""A run as its owner reads it: one immutable value; changing what it holds changes nothing
+inside.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from handrail.agent.status import TERMINAL, WITH_PERSON, RunStatus
 class Run:
     """What a run is now. `answer` only if completed; `observations` are the latest, oldest first.
 
-    `steps` counts rounds finished, `budget_left` and `budget_used` each budget by name; instants are
-    milliseconds since the epoch, by the ledger's clock.
+    `steps` counts rounds finished, `budget_left` and `budget_used` each budget by name; instants
+    are milliseconds since the epoch, by the ledger's clock.
     """
 
     run_id: str

@@ -1,4 +1,6 @@
-"""Settings from the environment, each with the prefix `HANDRAIL_`; the defaults need nothing else running."""
+"""Settings from the environment, each with the prefix `HANDRAIL_`; the defaults need nothing
+else running.
+"""
 
 from __future__ import annotations
 

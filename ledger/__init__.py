@@ -1,1 +1,3 @@
-"""What is true? Tables, migrations, statements, leases, the effect protocol, the intent lock, the trace."""
+"""What is true? Tables, migrations, statements, leases, the effect protocol, the intent lock,
+the trace.
+"""

@@ -1,8 +1,10 @@
-"""One door to the database: SQLite or PostgreSQL, one statement in autocommit, or a short transaction.
+"""One door to the database: SQLite or PostgreSQL, one statement in autocommit, or a short
+transaction.
 
 Statements are plain SQL with `:name` parameters, translated once for the driver. Every thread has a
-connection of its own, made on first use and never carried over a fork. SQLite runs in WAL mode with a
-busy timeout; each of its transactions begins IMMEDIATE, since a reader cannot be upgraded under load.
+connection of its own, made on first use and never carried over a fork. SQLite runs in WAL mode with
+a busy timeout; each of its transactions begins IMMEDIATE, since a reader cannot be upgraded under
+load.
 """
 
 from __future__ import annotations
@@ -38,11 +40,15 @@ class Session(Protocol):
 
 
 class ConnectionLost(Exception):
-    """The connection broke while a statement was under way: it may or may not have been committed."""
+    """The connection broke while a statement was under way: it may or may not have been
+    committed.
+    """
 
 
 class Database:
-    """A database by its URL. `clock` (SQLite only) replaces the machine's clock, in milliseconds."""
+    """A database by its URL. `clock` (SQLite only) replaces the machine's clock, in
+    milliseconds.
+    """
 
     dialect: str
 
@@ -85,8 +91,8 @@ class Database:
     def run(self, sql: str, params: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Run one statement in autocommit and return its rows.
 
-        Raises `ConnectionLost` where the connection broke under way, `DatabaseUnavailable` where none
-        could be made or SQLite stayed locked.
+        Raises `ConnectionLost` where the connection broke under way, `DatabaseUnavailable` where
+        none could be made or SQLite stayed locked.
         """
         with self._serialised():
             connection = self._connection()
@@ -97,7 +103,9 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[Session]:
-        """Open a short transaction that may write; commits at the end, rolls back on any exception."""
+        """Open a short transaction that may write; commits at the end, rolls back on any
+        exception.
+        """
         with self._serialised():
             connection = self._connection()
             try:
@@ -124,7 +132,7 @@ class Database:
             self._shared = None
             self._local = threading.local()
 
-    # ---- inside -----------------------------------------------------------------------------------------
+    # ---- inside ----------------------------------------------------------------------------------
 
     @contextmanager
     def _serialised(self) -> Iterator[None]:
@@ -266,7 +274,9 @@ def _psycopg(sql: str) -> str:
 
 
 def _use_wal(connection: sqlite3.Connection) -> None:
-    """Switch a file to WAL. Of two that switch a new one, SQLite refuses one at once, timeout or not."""
+    """Switch a file to WAL. Of two that switch a new one, SQLite refuses one at once, timeout
+    or not.
+    """
     give_up_at = time.monotonic() + _BUSY_TIMEOUT_MS / 1000
     while True:
         try:

@@ -18,8 +18,8 @@ class NotMigrated(HandrailError):
 
     def __str__(self) -> str:
         return (
-            f"the ledger's database is at {self.found or 'no version'}, this program needs {self.wanted}:"
-            " run 'handrail db upgrade'"
+            f"the ledger's database is at {self.found or 'no version'}, this program needs"
+            f" {self.wanted}: run 'handrail db upgrade'"
         )
 
 
@@ -60,7 +60,10 @@ class DatabaseUnavailable(TryLater):
     problem: str
 
     def __str__(self) -> str:
-        return f"the ledger's database is away ({self.problem}): check HANDRAIL_DATABASE_URL and the server"
+        return (
+            f"the ledger's database is away ({self.problem}):"
+            " check HANDRAIL_DATABASE_URL and the server"
+        )
 
 
 @dataclass(eq=False)

@@ -1,8 +1,9 @@
-"""The ledger: every transaction of Handrail is opened here, in a method for each thing the domain says.
+"""The ledger: every transaction of Handrail is opened here, in a method for each thing the domain
+says.
 
-A step's path is a claim and a commit, one statement each. Everything else that moves a run goes through
-`rule`: lock the run row, then its effect, let a pure function decide, write its ruling, commit. A commit
-whose answer was lost is looked up by its writer before anything is decided.
+A step's path is a claim and a commit, one statement each. Everything else that moves a run goes
+through `rule`: lock the run row, then its effect, let a pure function decide, write its ruling,
+commit. A commit whose answer was lost is looked up by its writer before anything is decided.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ _T = TypeVar("_T")
 class Claim:
     """The right to run one step: what the ledger said when it was granted.
 
-    `state` is the run as it was last traced, with the claim's charges taken off; `status` is where the
-    claim has moved it, which the next write traces. `refusal` names the budget that refused the charge:
-    the step then commits that stop and starts nothing.
+    `state` is the run as it was last traced, with the claim's charges taken off; `status` is where
+    the claim has moved it, which the next write traces. `refusal` names the budget that refused the
+    charge: the step then commits that stop and starts nothing.
     """
 
     run_id: str
@@ -127,7 +128,9 @@ class Inserted:
 
 
 class Ledger:
-    """The ledger in one database. `clock` (SQLite only) replaces the machine's clock, in milliseconds."""
+    """The ledger in one database. `clock` (SQLite only) replaces the machine's clock, in
+    milliseconds.
+    """
 
     def __init__(
         self,
@@ -150,10 +153,11 @@ class Ledger:
         """The ledger's time, in milliseconds since the epoch."""
         return self.database.now()
 
-    # ---- accepting ------------------------------------------------------------------------------------
+    # ---- accepting -------------------------------------------------------------------------------
 
     def insert_run(self, new: NewRun, session: Session | None = None) -> Inserted:
-        """Insert a run, or find the one that has its id or dedupe key; `RunExists` where they differ.
+        """Insert a run, or find the one that has its id or dedupe key; `RunExists` where they
+        differ.
 
         With `session` it takes part in the caller's own transaction.
         """
@@ -196,7 +200,8 @@ class Ledger:
         names = ", ".join(columns)
         values = ", ".join(f":{name}" for name in columns)
         inserted = tx.run(
-            f"INSERT INTO handrail_run ({names}) VALUES ({values}) ON CONFLICT DO NOTHING RETURNING id",
+            f"INSERT INTO handrail_run ({names}) VALUES ({values})"
+            " ON CONFLICT DO NOTHING RETURNING id",
             columns,
         )
         if not inserted:
@@ -241,12 +246,13 @@ class Ledger:
                 return Inserted(row["id"], False, None)
         raise RunExists(new.run_id)
 
-    # ---- a step's path --------------------------------------------------------------------------------
+    # ---- a step's path ---------------------------------------------------------------------------
 
     def claim(
         self, run_id: str, epoch: int, *, holder: str, known: Collection[str]
     ) -> Claim | None:
-        """Claim a due step; None for a late or duplicate message, or a workflow that is not known here.
+        """Claim a due step; None for a late or duplicate message, or a workflow that is not known
+        here.
 
         `known` holds `name@version` of the workflows of this worker.
         """
@@ -289,8 +295,9 @@ class Ledger:
     ) -> DueStep | bool:
         """End a claimed step: write its ruling, release the lease, and say what is due.
 
-        Returns the next step, True where the run rests or has ended, False where nothing was written: the
-        claim was fenced off, or a cancel was wished meanwhile (`cancelled_meanwhile` tells).
+        Returns the next step, True where the run rests or has ended, False where nothing was
+        written: the claim was fenced off, or a cancel was wished meanwhile (`cancelled_meanwhile`
+        tells).
         """
         state = ruling.state
         simple = state.status in TERMINAL or (state.status in CLAIMABLE and not ruling.due_in_ms)
@@ -421,8 +428,8 @@ class Ledger:
     def renew(self, held: Sequence[tuple[str, str, int]], holder: str) -> dict[str, bool]:
         """Renew the leases of all steps of a process in one statement.
 
-        `held` has (run id, claim id, no later than this instant). Returns the runs still held, each with
-        whether a cancel is wished; a run that is missing is lost.
+        `held` has (run id, claim id, no later than this instant). Returns the runs still held, each
+        with whether a cancel is wished; a run that is missing is lost.
         """
         if not held:
             return {}
@@ -451,7 +458,7 @@ class Ledger:
         rows = self.database.run(statements.give_back(self._postgres), self._timed(params))
         return [_due_of(row) for row in rows]
 
-    # ---- decisions under lock ---------------------------------------------------------------------------
+    # ---- decisions under lock --------------------------------------------------------------------
 
     def rule(
         self,
@@ -465,8 +472,8 @@ class Ledger:
     ) -> Ruled:
         """Lock a run and its effect, let a pure function decide, and write what it rules.
 
-        Locks the run row first, then the effect, as every transaction on both does. `plan` inserts the
-        effect of a command's intent, or finds it, before the decision. Raises `UnknownRun`.
+        Locks the run row first, then the effect, as every transaction on both does. `plan` inserts
+        the effect of a command's intent, or finds it, before the decision. Raises `UnknownRun`.
         """
         writer = self._new_id()
         made: list[Ruled] = []
@@ -492,7 +499,9 @@ class Ledger:
         raise DatabaseUnavailable("the connection broke several times in a row")
 
     def written(self, run_id: str, writer: str, seq: int | None = None) -> bool:
-        """Whether a writer's events are in the trace: how a commit whose answer was lost is found."""
+        """Whether a writer's events are in the trace: how a commit whose answer was lost is
+        found.
+        """
         rows = self._again(
             lambda: self.database.run(
                 "SELECT seq FROM handrail_trace WHERE run_id = :run_id AND writer = :writer",
@@ -568,8 +577,8 @@ class Ledger:
         assert command.intent_key is not None
         effect_id = upstream_key(row["tenant"], command.intent_key)
         tx.run(
-            "INSERT INTO handrail_effect (id, tenant, intent_key, tool, contract_version, arguments,"
-            " arguments_hash, terms, created_at, status, doubt, queries_left)"
+            "INSERT INTO handrail_effect (id, tenant, intent_key, tool, contract_version,"
+            " arguments, arguments_hash, terms, created_at, status, doubt, queries_left)"
             " VALUES (:id, :tenant, :intent_key, :tool, :contract_version, :arguments,"
             " :arguments_hash, :terms, :now, 'planned', 'none', 0) ON CONFLICT DO NOTHING",
             {
@@ -782,10 +791,12 @@ class Ledger:
             },
         )
 
-    # ---- the sweep ------------------------------------------------------------------------------------
+    # ---- the sweep -------------------------------------------------------------------------------
 
     def due_for_sweep(self, *, limit: int) -> list[Woken]:
-        """Take a batch of runs that the sweep must look at; one indexed statement where none is due."""
+        """Take a batch of runs that the sweep must look at; one indexed statement where none is
+        due.
+        """
         params = self._timed({"limit": limit, "postpone_ms": POSTPONE_MS})
         rows = self.database.run(statements.due_for_sweep(self._postgres), params)
         return [
@@ -830,7 +841,7 @@ class Ledger:
             self._timed({"name": name, "kind": kind}),
         )
 
-    # ---- reading --------------------------------------------------------------------------------------
+    # ---- reading ---------------------------------------------------------------------------------
 
     def read(self, run_id: str) -> dict[str, Any]:
         """Read one run's row with its state. Raises `UnknownRun`."""
@@ -859,7 +870,8 @@ class Ledger:
     def observations(self, run_id: str) -> list[dict[str, Any]]:
         """Read all observations of a run, in order."""
         rows = self.database.run(
-            "SELECT seq, source, text FROM handrail_observation WHERE run_id = :run_id ORDER BY seq",
+            "SELECT seq, source, text FROM handrail_observation"
+            " WHERE run_id = :run_id ORDER BY seq",
             {"run_id": run_id},
         )
         return [{**row, "text": plain(row["text"])} for row in rows]
@@ -884,7 +896,9 @@ class Ledger:
     def effects(
         self, *, run_id: str | None = None, unresolved: bool = False
     ) -> list[dict[str, Any]]:
-        """List effects, oldest first, with their age in doubt in milliseconds where they have one."""
+        """List effects, oldest first, with their age in doubt in milliseconds where they have
+        one.
+        """
         where, params = ["1 = 1"], {}
         if run_id is not None:
             where.append(
@@ -963,7 +977,7 @@ class Ledger:
             "heartbeats": {row["name"]: now - row["at"] for row in beats},
         }
 
-    # ---- inside ---------------------------------------------------------------------------------------
+    # ---- inside ----------------------------------------------------------------------------------
 
     def _trace(
         self,
@@ -1026,7 +1040,9 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class Ruled:
-    """What a decision under lock came to: what was seen, what was ruled (if anything), what is due."""
+    """What a decision under lock came to: what was seen, what was ruled (if anything), what is
+    due.
+    """
 
     locked: Locked
     ruling: Ruling | None

@@ -1,8 +1,9 @@
-"""The intent lock in Redis: it keeps workers from piling up on one intent. It is a traffic light, no wall.
+"""The intent lock in Redis: it keeps workers from piling up on one intent. It is a traffic light,
+no wall.
 
-Correctness rests on the ledger's unique key, the run's epoch and the effect's token; the lock may be lost,
-stolen or flushed at any moment. Where it is taken or unreachable the write does not happen now. Every key
-has a time to live.
+Correctness rests on the ledger's unique key, the run's epoch and the effect's token; the lock may
+be lost, stolen or flushed at any moment. Where it is taken or unreachable the write does not happen
+now. Every key has a time to live.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class IntentLock(Protocol):
 class RedisLock:
     """The lock on a Redis or Valkey server, by a client of its own: no retries, short timeouts.
 
-    A client that repeats SET NX after a lost answer would see its own key and report failure; ours reads
-    the key back instead.
+    A client that repeats SET NX after a lost answer would see its own key and report failure; ours
+    reads the key back instead.
     """
 
     def __init__(self, url: str, *, prefix: str = "") -> None:

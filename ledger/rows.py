@@ -39,7 +39,9 @@ def plain(text: str) -> str:
 
 
 def state_of(row: Row, *, status: str) -> RunState:
-    """Build a run's state; `status` is the column that counts here (the traced or the current one)."""
+    """Build a run's state; `status` is the column that counts here (the traced or the current
+    one).
+    """
     budget = Budget.from_json(json.loads(row["budget"]))
     return RunState(
         run_id=row["id"],

@@ -1,8 +1,8 @@
 """The SQL of a step's path, once for each database.
 
-The claim and the commit of a read-only round are one statement each, in autocommit where the database
-allows (SQLite cannot write two tables in one statement, so its commit is a short transaction). Every
-update names what it expects; zero rows is an answer.
+The claim and the commit of a read-only round are one statement each, in autocommit where the
+database allows (SQLite cannot write two tables in one statement, so its commit is a short
+transaction). Every update names what it expects; zero rows is an answer.
 """
 
 from __future__ import annotations
@@ -87,9 +87,10 @@ def dialect(postgres: bool) -> Dialect:
 def claim(postgres: bool) -> str:
     """Claim a due step: fence, lease and charge in one statement; the returned row is the run.
 
-    Locks the run row. The conditions are those of `due`: status, no lease, no cancel wish, the message's
-    epoch, due by the database's clock, and a workflow version that this worker has. What the phase costs
-    is refused in a fixed order; a refused claim charges nothing, and its step commits the stop.
+    Locks the run row. The conditions are those of `due`: status, no lease, no cancel wish, the
+    message's epoch, due by the database's clock, and a workflow version that this worker has. What
+    the phase costs is refused in a fixed order; a refused claim charges nothing, and its step
+    commits the stop.
     """
     d = dialect(postgres)
     refused = f"""CASE
@@ -181,7 +182,9 @@ INSERT_OUTPUT = """
 
 @lru_cache(maxsize=8)
 def commit_in_one(*, due: bool, observes: bool, outputs: int) -> str:
-    """PostgreSQL: the whole commit of a step as one statement; nothing is written if the fence fails."""
+    """PostgreSQL: the whole commit of a step as one statement; nothing is written if the fence
+    fails.
+    """
     parts = [
         f"WITH run AS ({commit_run(True, due=due)})",
         """, traced AS (
@@ -202,10 +205,11 @@ def commit_in_one(*, due: bool, observes: bool, outputs: int) -> str:
 
 @lru_cache(maxsize=2)
 def due_for_sweep(postgres: bool) -> str:
-    """Take what the sweep must look at, a batch at a time: one indexed statement where nothing is due.
+    """Take what the sweep must look at, a batch at a time: one indexed statement where nothing is
+    due.
 
-    Locks the rows that it takes, skipping those that another sweep holds; postponing `wake_at` is the
-    claim, so that a sweep that dies delays its batch and loses nothing.
+    Locks the rows that it takes, skipping those that another sweep holds; postponing `wake_at` is
+    the claim, so that a sweep that dies delays its batch and loses nothing.
     """
     d = dialect(postgres)
     now = PG_NOW if postgres else ":now"
@@ -221,7 +225,9 @@ def due_for_sweep(postgres: bool) -> str:
 
 @lru_cache(maxsize=2)
 def republish(postgres: bool) -> str:
-    """Count a publication of due steps and set when they are published again: doubling, up to a bound."""
+    """Count a publication of due steps and set when they are published again: doubling, up to a
+    bound.
+    """
     d = dialect(postgres)
     ids = "= ANY(:ids)" if postgres else "IN (SELECT value FROM json_each(:ids))"
     least = "LEAST" if postgres else "min"
@@ -263,16 +269,17 @@ RENEW_SQLITE = """
 def give_back(postgres: bool) -> str:
     """Give leases back when a worker stops: no attempt is counted, the holder is fenced off.
 
-    `unused` are the claims whose reserved tool call was not started. A claim over a dispatched effect is
-    not given back: its outcome is its sender's to tell.
+    `unused` are the claims whose reserved tool call was not started. A claim over a dispatched
+    effect is not given back: its outcome is its sender's to tell.
     """
     d = dialect(postgres)
     claims = "= ANY(:claims)" if postgres else "IN (SELECT value FROM json_each(:claims))"
     unused = "= ANY(:unused)" if postgres else "IN (SELECT value FROM json_each(:unused))"
     return f"""
         UPDATE handrail_run AS r SET
-            epoch = epoch + 1, lease_until = NULL, due_at = {d.now}, wake_at = {d.now} + {REPUBLISH_MS},
-            publishes = 0, attempts = attempts - 1, status = traced_status,
+            epoch = epoch + 1, lease_until = NULL,
+            due_at = {d.now}, wake_at = {d.now} + {REPUBLISH_MS}, publishes = 0,
+            attempts = attempts - 1, status = traced_status,
             tool_calls_left = tool_calls_left
                 + CASE WHEN r.claim_id {unused} THEN tool_calls_reserved ELSE 0 END,
             tool_calls_reserved = 0

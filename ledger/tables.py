@@ -1,8 +1,8 @@
 """The ledger's tables, in a MetaData of their own: a host's migrations never see them.
 
-Tables carry their rules: CHECK, partial unique index, foreign key. Instants are milliseconds since the
-epoch by the database's clock; JSON is canonical ASCII text, so that nothing a model or a tool says can
-fail to be stored. The migrations build exactly this, and a test compares the two.
+Tables carry their rules: CHECK, partial unique index, foreign key. Instants are milliseconds since
+the epoch by the database's clock; JSON is canonical ASCII text, so that nothing a model or a tool
+says can fail to be stored. The migrations build exactly this, and a test compares the two.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def _int(*, null: bool = False, key: bool = False, default: int | None = None) -
 
 
 class RunRow(Table, table=True):
-    """One run. The row is the outbox: what is due is published, and published again by the sweep."""
+    """One run. The row is the outbox: what is due is published, and published again by the
+    sweep.
+    """
 
     __tablename__: ClassVar[str] = "handrail_run"
     __table_args__ = (
@@ -149,7 +151,9 @@ class ToolAllowanceRow(Table, table=True):
 
 
 class TraceRow(Table, table=True):
-    """The events of one commit, append-only. `seq` numbers the first; `writer` proves who committed."""
+    """The events of one commit, append-only. `seq` numbers the first; `writer` proves who
+    committed.
+    """
 
     __tablename__: ClassVar[str] = "handrail_trace"
     __table_args__ = (CheckConstraint("count >= 0", name="handrail_trace_count"),)
@@ -267,7 +271,9 @@ class EvidenceRow(Table, table=True):
 
 
 class ApprovalRow(Table, table=True):
-    """A request for a person's consent to one exact action; consumed by the effect's first dispatch."""
+    """A request for a person's consent to one exact action; consumed by the effect's first
+    dispatch.
+    """
 
     __tablename__: ClassVar[str] = "handrail_approval"
     __table_args__ = (
@@ -334,7 +340,9 @@ class HandoffRow(Table, table=True):
 
 
 class WorkerRow(Table, table=True):
-    """When a part of the fleet last made progress: liveness is finished work, not an open socket."""
+    """When a part of the fleet last made progress: liveness is finished work, not an open
+    socket.
+    """
 
     __tablename__: ClassVar[str] = "handrail_heartbeat"
 

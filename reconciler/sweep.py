@@ -1,8 +1,9 @@
-"""The sweep: publish again what nobody holds, recover lost leases, end what is overdue, settle doubt.
+"""The sweep: publish again what nobody holds, recover lost leases, end what is overdue, settle
+doubt.
 
-It works from what is overdue, never from which tick it is, so that it is correct with no beat, one or
-several; each run that it touches is decided under that run's lock. A query is paid for before it is asked
-and remembers the effect's token: an answer about an older attempt changes nothing.
+It works from what is overdue, never from which tick it is, so that it is correct with no beat, one
+or several; each run that it touches is decided under that run's lock. A query is paid for before it
+is asked and remembers the effect's token: an answer about an older attempt changes nothing.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ DEFAULT_MAX_ATTEMPTS: Final = 5
 #: A run whose tool is not known here waits for a reconciler that knows it.
 FOREIGN_PAUSE_MS: Final = 30_000
 
-#: Runs a query under a time limit: `ask(function, arguments, call, limit_ms)`; raises what it raises.
+#: Runs a query under a time limit: `ask(function, arguments, call, limit_ms)`; raises what it
+# raises.
 Ask = Callable[[Callable[..., Any], Any, ToolCall, int], Any]
 
 
@@ -115,7 +117,7 @@ class Reconciler:
             assert ruled.ruling.effect is not None
             self._query(run_id, ruled.locked, ruled.ruling.effect)
 
-    # ---- doubt ----------------------------------------------------------------------------------------
+    # ---- doubt -----------------------------------------------------------------------------------
 
     def _query(self, run_id: str, locked: Locked, effect: Effect) -> None:
         tool = self._tool(locked, effect)
@@ -172,7 +174,9 @@ class Reconciler:
         return self._read(tool, found, effect, locked)
 
     def _read(self, tool: Tool, found: Any, effect: Effect, locked: Locked) -> Answer:
-        """Read a query's answer as untrusted as any other: a record that is not ours proves nothing."""
+        """Read a query's answer as untrusted as any other: a record that is not ours proves
+        nothing.
+        """
         if found is None or isinstance(found, Absent):
             return Absent()
         if isinstance(found, Pending | NoAnswer):

@@ -1,1 +1,3 @@
-"""What does a worker do? The step shell and its peers: load, ask the machine, execute, commit, publish."""
+"""What does a worker do? The step shell and its peers: load, ask the machine, execute, commit,
+publish.
+"""

@@ -1,8 +1,8 @@
 """One call of a model, a tool or a check, under its time limit and the run's wish to cancel.
 
-What cut a call off decides how it ended, not which error happens to arrive first: an adapter that answers
-the abort with an error of its own, or returns late, changes nothing. A function that blocks runs in a
-daemon thread, since it cannot be killed; what it still says later is evidence.
+What cut a call off decides how it ended, not which error happens to arrive first: an adapter that
+answers the abort with an error of its own, or returns late, changes nothing. A function that blocks
+runs in a daemon thread, since it cannot be killed; what it still says later is evidence.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from handrail.agent.tools import Principal
 class ToolCall:
     """What a tool's function knows of its call.
 
-    `key` is the idempotency key for the service (None for a read), the same however often the intent is
-    sent. `timeout_ms` is what the call has; `not_after` (ms since the epoch) the instant after which a
-    service that can should refuse it. `aborted` is set when the program has given the call up. `facts`
-    are the outputs of the run's stages.
+    `key` is the idempotency key for the service (None for a read), the same however often the
+    intent is sent. `timeout_ms` is what the call has; `not_after` (ms since the epoch) the instant
+    after which a service that can should refuse it. `aborted` is set when the program has given the
+    call up. `facts` are the outputs of the run's stages.
     """
 
     run_id: str
@@ -64,7 +64,8 @@ async def call(
         return Called(End.TIMED_OUT)
     work = _begin(function, args)
     cut_by_wish = {wish} if not wish.done() else set()
-    # A wish that was there before does not cut the call off: what must not start is not called at all.
+    # A wish that was there before does not cut the call off: what must not start is not called at
+    # all.
     await asyncio.wait(
         {work, *cut_by_wish}, timeout=limit_ms / 1000, return_when=asyncio.FIRST_COMPLETED
     )

@@ -1,7 +1,8 @@
-"""What one process needs to run steps: the ledger, the workflows, the models, the lock, and who is at work.
+"""What one process needs to run steps: the ledger, the workflows, the models, the lock, and who is
+at work.
 
-Leases of all steps of the process are renewed by one statement a second from a thread of its own, whose
-answer also brings wishes to cancel; the broker's cancel signal only makes that faster.
+Leases of all steps of the process are renewed by one statement a second from a thread of its own,
+whose answer also brings wishes to cancel; the broker's cancel signal only makes that faster.
 """
 
 from __future__ import annotations
@@ -90,7 +91,9 @@ class Runtime:
         return found
 
     def send(self, due: DueStep | None) -> None:
-        """Publish a step that is due. A failure is normal: the row is the outbox, the sweep repeats it."""
+        """Publish a step that is due. A failure is normal: the row is the outbox, the sweep
+        repeats it.
+        """
         if due is None:
             return
         try:
@@ -103,7 +106,7 @@ class Runtime:
                 error.code,
             )
 
-    # ---- who is at work -----------------------------------------------------------------------------
+    # ---- who is at work --------------------------------------------------------------------------
 
     def enter(self, handle: Handle) -> None:
         """Take a step into the renewal of leases."""
@@ -121,14 +124,18 @@ class Runtime:
             self.at_work.pop(handle.claim.claim_id, None)
 
     def cancel_signalled(self, run_id: str) -> None:
-        """The broker says that a cancel was wished: look at the ledger at once; only its row counts."""
+        """The broker says that a cancel was wished: look at the ledger at once; only its row
+        counts.
+        """
         with self._guard:
             ours = any(h.claim.run_id == run_id for h in self.at_work.values())
         if ours:
             self._hurry.set()
 
     def renew(self) -> None:
-        """Renew the leases of all steps at work in one statement, and learn of wishes and losses."""
+        """Renew the leases of all steps at work in one statement, and learn of wishes and
+        losses.
+        """
         with self._guard:
             handles = list(self.at_work.values())
         held = [(h.claim.run_id, h.claim.claim_id, h.until) for h in handles]
@@ -151,7 +158,7 @@ class Runtime:
             except Exception:
                 log.exception("leases were not renewed; trying again")
 
-    # ---- going away ---------------------------------------------------------------------------------
+    # ---- going away ------------------------------------------------------------------------------
 
     def drain(self, timeout_s: float) -> int:
         """Stop in order: claim nothing more, finish writes, give back the rest in one statement.

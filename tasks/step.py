@@ -1,8 +1,8 @@
 """One step of one run: claim, observe, decide, act, validate, update, publish.
 
-The shell loads, asks the machine, executes its commands and commits; it decides nothing. A round of the
-loop with a read is one claim and one commit; a write goes through checkpoint, lock, dispatch and outcome.
-No connection to the database is held while a model or a tool is called.
+The shell loads, asks the machine, executes its commands and commits; it decides nothing. A round of
+the loop with a read is one claim and one commit; a write goes through checkpoint, lock, dispatch
+and outcome. No connection to the database is held while a model or a tool is called.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class _Step:
         self.outputs: dict[str, Json] = {}
         self.output_bytes = 0
 
-    # ---- time and view --------------------------------------------------------------------------------
+    # ---- time and view ---------------------------------------------------------------------------
 
     def remaining_ms(self) -> int:
         """Working time left: one reading of the ledger's clock, then the monotonic clock alone."""
@@ -145,7 +145,7 @@ class _Step:
             deadline_at=self.claim.deadline_at,
         )
 
-    # ---- the round ------------------------------------------------------------------------------------
+    # ---- the round -------------------------------------------------------------------------------
 
     async def run(self) -> None:
         try:
@@ -183,7 +183,9 @@ class _Step:
             told = self._tell(state, event)
 
     def _first(self, state: RunState) -> _Told:
-        """Where the step begins: at the root, at an event that has waited, or at the pending command."""
+        """Where the step begins: at the root, at an event that has waited, or at the pending
+        command.
+        """
         if not state.levels:
             turn = machine.start(self.workflow, state, self.view(state))
             return _Told(state, None, turn)
@@ -204,7 +206,9 @@ class _Step:
         return self._guarded(state, tell)
 
     def _guarded(self, state: RunState, act: Callable[[], _Told]) -> _Told:
-        """Run the machine; a workflow's own code that raises is a matter for a person, not for a retry."""
+        """Run the machine; a workflow's own code that raises is a matter for a person, not for
+        a retry.
+        """
         try:
             told = act()
         except InvariantBroken:
@@ -228,7 +232,7 @@ class _Step:
     def _tool(self, command: InvokeTool) -> Tool:
         return self.workflow.tool_named(command.tool)
 
-    # ---- decide ---------------------------------------------------------------------------------------
+    # ---- decide ----------------------------------------------------------------------------------
 
     async def _ask(self, state: RunState, command: AskModel) -> Proposed:
         model = self.runtime.models.get(command.model)
@@ -270,7 +274,7 @@ class _Step:
             observation_count=state.observation_count,
         )
 
-    # ---- act: a read ----------------------------------------------------------------------------------
+    # ---- act: a read -----------------------------------------------------------------------------
 
     async def _read(self, state: RunState, command: InvokeTool) -> tuple[RunState, Event]:
         tool = self._tool(command)
@@ -370,10 +374,12 @@ class _Step:
             case verdict:
                 return Verdict(done.end, verdict is True, bound=bound)
 
-    # ---- act: a write ---------------------------------------------------------------------------------
+    # ---- act: a write ----------------------------------------------------------------------------
 
     async def _write(self, told: _Told, command: InvokeTool) -> None:
-        """Checkpoint, lock, dispatch, call, outcome; each is one transaction or one outside call."""
+        """Checkpoint, lock, dispatch, call, outcome; each is one transaction or one outside
+        call.
+        """
         tool = self._tool(command)
         state = told.turn.state
         if state.status is RunStatus.RUNNING:  # a lease given back, or a fixed write's first claim
@@ -399,7 +405,9 @@ class _Step:
             await self._elsewhere(lambda: lock.release(effect_id, granted))
 
     def _checkpoint(self, told: _Told, state: RunState, command: InvokeTool, terms: Terms) -> Ruled:
-        """Make the accepted proposal durable, so that a redelivered step never asks the model again."""
+        """Make the accepted proposal durable, so that a redelivered step never asks the model
+        again.
+        """
 
         def decide(locked: Locked) -> Ruling | None:
             if not self._mine(locked) or locked.cancel_requested:
@@ -449,7 +457,8 @@ class _Step:
         self.handle.writing = True
         self.handle.until = go.deadline_at + protocol.LEASE_MARGIN_MS
         call_ms = go.deadline_at - ruled.locked.now
-        # Counted from before the dispatch was sent: the worker's deadline is never later than the ledger's.
+        # Counted from before the dispatch was sent: the worker's deadline is never later than the
+        # ledger's.
         deadline = before + call_ms / 1000
         if not self._last_look(go):
             self._outcome(go, tool, End.RETURNED, None, sent=False)
@@ -547,7 +556,7 @@ class _Step:
 
         late.add_done_callback(heard)
 
-    # ---- update ---------------------------------------------------------------------------------------
+    # ---- update ----------------------------------------------------------------------------------
 
     def _refused(self, state: RunState, reason: Reason) -> None:
         """The claim's charge was refused: commit that stop and start nothing."""
@@ -556,7 +565,8 @@ class _Step:
             self.events += turn.events
             self._commit(_Told(state, None, turn))
             return
-        # An effect that was released for sending again is still unknown: no stop may end the run over it.
+        # An effect that was released for sending again is still unknown: no stop may end the run
+        # over it.
         self._rule_mine(lambda locked: protocol.spent(locked, reason))
 
     def _commit(self, told: _Told) -> None:
@@ -584,7 +594,9 @@ class _Step:
         return machine.phase_of(self.workflow, state)
 
     def _cancelled_or_lost(self, told: _Told) -> None:
-        """Nothing was written: either a cancel was wished meanwhile, or the run is no longer ours."""
+        """Nothing was written: either a cancel was wished meanwhile, or the run is no longer
+        ours.
+        """
 
         def decide(locked: Locked) -> Ruling | None:
             if not self._mine(locked) or not locked.cancel_requested:
@@ -596,10 +608,13 @@ class _Step:
             raise _Lost
 
     def _under_wish(self, told: _Told, locked: Locked) -> Ruling:
-        """Judge the latest event again, as of a run that is being cancelled: nothing more is started."""
+        """Judge the latest event again, as of a run that is being cancelled: nothing more is
+        started.
+        """
         before = replace(told.before, status=RunStatus.CANCELLING)
         view = self.view(before, cancelled=True)
-        # The cancel has traced the run's move; the moves that this step would have made did not happen.
+        # The cancel has traced the run's move; the moves that this step would have made did not
+        # happen.
         latest = set(map(id, told.turn.events))
         events = [e for e in self.events if id(e) not in latest and e.type != trace.RUN_MOVED]
         turn = Turn(before, Stop(Reason.CANCELLED))
@@ -641,8 +656,9 @@ def judged(
 ) -> tuple[End, Reply | None]:
     """Judge what came back of a tool before anything of it may enter the state.
 
-    A refusal that the tool raises is a reply. A result outside of its contract, of another subject, too
-    large, or whose postcondition does not hold is no result: of a read a failure, of a write a doubt.
+    A refusal that the tool raises is a reply. A result outside of its contract, of another subject,
+    too large, or whose postcondition does not hold is no result: of a read a failure, of a write a
+    doubt.
     """
     if isinstance(done.error, ToolRefused):
         return End.RETURNED, Refused(done.error.reason, done.error.retryable)
