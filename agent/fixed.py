@@ -35,7 +35,6 @@ from handrail.agent.stage import (
     Stage,
     Stop,
     Succeeded,
-    Unsent,
     Verdict,
     View,
     executable,
@@ -323,8 +322,6 @@ def _after_call(
                 {"tool": contract.name, "evidence_ref": evidence},
             )
             return Move(frame, Finish(value), (verified,))
-        case Unsent(reason, problem):
-            return Move(frame, Stop(reason, {"problem": problem}))
     raise TypeError(f"a call is told nothing about {type(event).__name__}")
 
 

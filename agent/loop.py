@@ -46,7 +46,6 @@ from handrail.agent.stage import (
     Stage,
     Stop,
     Succeeded,
-    Unsent,
     Verdict,
     Verify,
     View,
@@ -157,8 +156,6 @@ class AgentLoop:
                 return self._absorb(
                     frame, view, Observation.of(f"answer:{author}", text), known, ()
                 )
-            case Unsent(reason, problem):
-                return Move(frame, Stop(reason, {"problem": problem}))
         raise TypeError(f"an agent loop is told nothing about {type(event).__name__}")
 
     # ---- decide ----------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from handrail.agent import machine, trace
 from handrail.agent.canonical import Json, canonical
@@ -104,6 +104,7 @@ class Locked:
     attempts: int
     cancel_requested: bool
     effect: Effect | None = None
+    current: bool = True  # the effect is the run's latest; False: a sender asked for an earlier one
     other_holders: int = 0
     approval: Approval | None = None
     known: bool = False  # the observation that the sender's reply adds is in the state already
@@ -340,6 +341,7 @@ class Outcome:
     word.
     """
 
+    effect_id: str
     token: int
     end: End
     reply: Reply | None
@@ -355,9 +357,13 @@ def outcome(locked: Locked, workflow: Workflow, out: Outcome) -> Ruling:
     and is never a negative verdict.
     """
     effect = locked.effect
-    assert effect is not None
+    assert effect is not None and effect.id == out.effect_id
     note = ("outcome", _outcome_detail(out))
-    if effect.token != out.token or effect.status is not EffectStatus.DISPATCHED:
+    if (
+        not locked.current
+        or effect.token != out.token
+        or effect.status is not EffectStatus.DISPATCHED
+    ):
         return replace(_late(locked, effect, out), evidence=note)
     status = classify(effect, out.end, out.reply) if out.sent else _unsent_status(effect)
     ruling: Ruling
@@ -383,7 +389,11 @@ def _receipt(locked: Locked, workflow: Workflow, effect: Effect, out: Outcome) -
         known=locked.known,
         evidence=out.evidence_id,
     )
-    turn = machine.on(workflow, locked.state, event, locked.view())
+    try:
+        turn = machine.on(workflow, locked.state, event, locked.view())
+    except Exception:
+        # A receipt is never lost to a fault in the workflow's own code: the next step meets that.
+        return replace(_takes_recorded(locked, proved), effect=proved)
     return replace(settle_turn(turn, effect), effect=proved)
 
 
@@ -403,7 +413,13 @@ def _own_word_absent(locked: Locked, workflow: Workflow, effect: Effect, out: Ou
         known=locked.known,
         evidence=out.evidence_id,
     )
-    turn = machine.on(workflow, locked.state, event, locked.view())
+    try:
+        turn = machine.on(workflow, locked.state, event, locked.view())
+    except Exception as error:
+        problem = f"the workflow's code raised {type(error).__name__}"
+        turn = machine.stop(
+            locked.state, Reason.HANDOFF_REQUIRED, locked.view(), {"problem": problem}
+        )
     return replace(settle_turn(turn, effect), effect=absent)
 
 
@@ -418,7 +434,7 @@ def _no_proof(locked: Locked, workflow: Workflow, effect: Effect, out: Outcome) 
 def _late(locked: Locked, effect: Effect, out: Outcome) -> Ruling:
     state = locked.state
     unchanged = Ruling(state=state, lease="keep", wake_in_ms=None)
-    mine = effect.owner_run_id == state.run_id
+    mine = locked.current and effect.owner_run_id == state.run_id
     receipt = isinstance(out.reply, Succeeded) and out.sent
     if (
         receipt
@@ -428,6 +444,9 @@ def _late(locked: Locked, effect: Effect, out: Outcome) -> Ruling:
     ):
         assert isinstance(out.reply, Succeeded)
         return proved_applied(locked, out.reply.value, out.evidence_id)
+    if not locked.current and receipt and effect.status is EffectStatus.ABSENT:
+        # The run has moved on to another write: a person looks at what was believed absent.
+        return replace(unchanged, **_contradicted(state, effect))
     left = out.sent and not isinstance(out.reply, Refused)
     if left and mine and effect.status is EffectStatus.ABSENT and effect.doubt is Doubt.BY_QUERY:
         return contrary_evidence(locked)
@@ -440,13 +459,7 @@ def contrary_evidence(locked: Locked) -> Ruling:
     assert effect is not None
     events: list[TraceEvent] = []
     if state.status in TERMINAL:
-        package = handoff_of(state, effect, reason=Reason.CONTRADICTION)
-        return Ruling(
-            state=state,
-            effect=replace(effect, status=EffectStatus.CONTRADICTED),
-            handoff=package,
-            lease="keep",
-        )
+        return Ruling(state=state, lease="keep", **_contradicted(state, effect))
     state = machine.resumed(state, _E.CONTRARY_EVIDENCE, events)
     doubtful = _doubted(effect, locked.now, Trigger.CONTRARY_EVIDENCE)
     return Ruling(
@@ -456,6 +469,13 @@ def contrary_evidence(locked: Locked) -> Ruling:
         lease="take",
         wake_in_ms=first_query_at(0),
     )
+
+
+def _contradicted(state: RunState, effect: Effect) -> dict[str, Any]:
+    return {
+        "effect": replace(effect, status=EffectStatus.CONTRADICTED),
+        "handoff": handoff_of(state, effect, reason=Reason.CONTRADICTION),
+    }
 
 
 # ---- cancellation --------------------------------------------------------------------------------

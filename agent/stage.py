@@ -190,17 +190,7 @@ class Resolved:
     known: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Unsent:
-    """The command could not be dispatched: `problem` is a stable code, `reason` the stop that
-    it means.
-    """
-
-    reason: Reason
-    problem: str
-
-
-Event: TypeAlias = Proposed | Result | Verdict | ChildDone | Approved | Answered | Resolved | Unsent
+Event: TypeAlias = Proposed | Result | Verdict | ChildDone | Approved | Answered | Resolved
 
 
 # ---- commands: what the program does next --------------------------------------------------------

@@ -27,7 +27,7 @@ class SharedLoop:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        os.register_at_fork(after_in_child=partial(_forget, weakref.ref(self)))
+        pass
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:

@@ -18,14 +18,18 @@ from redis.retry import Retry
 from handrail.broker.refusals import REFUSALS
 
 
-# kombu counts KeyError among them, so that a message without a key makes a worker reconnect.
-CONNECTION_ERRORS: Final = tuple(
-    kind
-    for kind in (
-        *kombu_redis.Transport.connection_errors,
-        *kombu_redis.Transport.channel_errors,
-    )
-    if not issubclass(kind, LookupError)
+# What a broken connection raises, and an empty queue: Celery knows what to do. Without KeyError,
+# which kombu counts among them, so that a message without a key makes a worker reconnect.
+CELERYS_OWN: Final[tuple[type[Exception], ...]] = (
+    Empty,
+    *(
+        kind
+        for kind in (
+            *kombu_redis.Transport.connection_errors,
+            *kombu_redis.Transport.channel_errors,
+        )
+        if not issubclass(kind, LookupError)
+    ),
 )
 
 
@@ -35,7 +39,7 @@ class Channel(kombu_redis.Channel):
     def _brpop_read(self, **options: Any) -> Any:
         try:
             return super()._brpop_read(**options)  # type: ignore[misc]  # unknown to its stubs
-        except (Empty, *CONNECTION_ERRORS):
+        except CELERYS_OWN:
             raise
         except Exception as error:  # of whatever kind: kombu's JSON makes Decimals, dates, UUIDs
             REFUSALS.note("bad-message", "transport", f"no envelope ({type(error).__name__})")

@@ -468,19 +468,21 @@ class Ledger:
         phase: Callable[[RunState], Phase] | None = None,
         output_bytes: int = 0,
         plan: tuple[InvokeTool, Terms] | None = None,
+        effect_id: str | None = None,
         known_digest: str | None = None,
     ) -> Ruled:
         """Lock a run and its effect, let a pure function decide, and write what it rules.
 
         Locks the run row first, then the effect, as every transaction on both does. `plan` inserts
-        the effect of a command's intent, or finds it, before the decision. Raises `UnknownRun`.
+        the effect of a command's intent, or finds it, before the decision; `effect_id` locks one
+        that is perhaps no longer the run's latest. Raises `UnknownRun`.
         """
         writer = self._new_id()
         made: list[Ruled] = []
 
         def transact() -> Ruled:
             with self.database.transaction() as tx:
-                locked, row = self._lock(tx, run_id, plan, known_digest)
+                locked, row = self._lock(tx, run_id, plan, effect_id, known_digest)
                 ruling = decide(locked)
                 done = Ruled(locked, ruling, None)
                 if ruling is not None:
@@ -515,6 +517,7 @@ class Ledger:
         tx: Session,
         run_id: str,
         plan: tuple[InvokeTool, Terms] | None,
+        effect_id: str | None,
         known_digest: str | None,
     ) -> tuple[Locked, dict[str, Any]]:
         rows = tx.run(statements.read_run(self._postgres), self._timed({"id": run_id}))
@@ -523,7 +526,7 @@ class Ledger:
         row = rows[0]
         if plan is not None:
             row["effect_id"] = self._plan(tx, row, *plan)
-        effect, others = self._lock_effect(tx, row)
+        effect, others = self._lock_effect(tx, run_id, effect_id or row["effect_id"])
         approval = None
         if row["status"] in ("awaiting_approval", "executing"):
             found = tx.run(
@@ -552,24 +555,25 @@ class Ledger:
             attempts=row["attempts"],
             cancel_requested=row["cancel_requested_at"] is not None,
             effect=effect,
+            current=effect_id in (None, row["effect_id"]),
             other_holders=others,
             approval=approval,
             known=known,
         )
         return locked, row
 
-    def _lock_effect(self, tx: Session, row: Row) -> tuple[Effect | None, int]:
-        if row["effect_id"] is None:
+    def _lock_effect(
+        self, tx: Session, run_id: str, effect_id: str | None
+    ) -> tuple[Effect | None, int]:
+        if effect_id is None:
             return None, 0
         lock = statements.dialect(self._postgres).lock
-        found = tx.run(
-            f"SELECT * FROM handrail_effect WHERE id = :id {lock}", {"id": row["effect_id"]}
-        )
+        found = tx.run(f"SELECT * FROM handrail_effect WHERE id = :id {lock}", {"id": effect_id})
         holders = tx.run(
             "SELECT count(*) AS others FROM handrail_effect_holder AS h"
             " JOIN handrail_run AS r ON r.id = h.run_id"
             " WHERE h.effect_id = :id AND h.run_id <> :run_id AND r.status <> 'cancelled'",
-            {"id": row["effect_id"], "run_id": row["id"]},
+            {"id": effect_id, "run_id": run_id},
         )
         return effect_of(found[0]), holders[0]["others"]
 
@@ -661,9 +665,9 @@ class Ledger:
                 until = max(until, now + ruling.lease_ms)
             return {**when, "lease_until": until, "wake_at": until}
         when["lease_until"] = None
+        if ruling.lease == "keep" and ruling.wake_in_ms is None:  # nothing moved: as it was
+            return {**when, "due_at": row["due_at"], "wake_at": row["wake_at"]}
         if state.status in CLAIMABLE:
-            if ruling.lease == "keep":  # nothing moved: leave it due as it was
-                return {**when, "due_at": row["due_at"], "wake_at": row["wake_at"]}
             due_at = now + ruling.due_in_ms
             return {
                 **when,

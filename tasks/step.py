@@ -400,7 +400,7 @@ class _Step:
             self.runtime.send(ruled.due)
             return
         try:
-            await self._dispatch(command, tool)
+            await self._dispatch(command, tool, state)
         finally:
             await self._elsewhere(lambda: lock.release(effect_id, granted))
 
@@ -433,7 +433,7 @@ class _Step:
             self.observation, self.outputs, self.output_bytes = None, {}, 0
         return done
 
-    async def _dispatch(self, command: InvokeTool, tool: Tool) -> None:
+    async def _dispatch(self, command: InvokeTool, tool: Tool, state: RunState) -> None:
         before = self.runtime.clock()
         decided: list[protocol.Dispatch] = []
 
@@ -477,7 +477,7 @@ class _Step:
             intent_key=command.intent_key,
             not_after=go.deadline_at,
             attempt=go.effect.attempts,
-            facts=self.claim.state.outputs,
+            facts=state.outputs,
         )
         arguments = tool.contract.revive(dict(command.arguments))
         bound = go.deadline_at == self.claim.deadline_at
@@ -522,7 +522,13 @@ class _Step:
     ) -> None:
         """Commit what is known of the attempt, whatever became of the lease."""
         out = Outcome(
-            go.effect.token, end, reply, bound, sent, evidence_id=f"receipt:{secrets.token_hex(8)}"
+            go.effect.id,
+            go.effect.token,
+            end,
+            reply,
+            bound,
+            sent,
+            evidence_id=f"receipt:{secrets.token_hex(8)}",
         )
         digest = None
         if isinstance(reply, Succeeded | Refused):
@@ -532,6 +538,7 @@ class _Step:
         ruled = self.ledger.rule(
             self.claim.run_id,
             lambda locked: protocol.outcome(locked, workflow, out),
+            effect_id=go.effect.id,
             known_digest=digest,
             phase=self._phase,
         )
