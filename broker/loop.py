@@ -27,7 +27,7 @@ class SharedLoop:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        pass
+        os.register_at_fork(after_in_child=partial(_forget, weakref.ref(self)))
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:

@@ -8,10 +8,12 @@ works as `handrail worker` does.
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import logging
 import re
 import secrets
+import sys
 import time
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -135,6 +137,7 @@ class Fleet:
         self._latest: dict[str, Workflow] = {}
         self.models: dict[str, ModelGateway] = {}
         self._tools: dict[str, Tool] = {}
+        _let_celery_find(sys._getframe(1).f_globals)
 
     @cached_property
     def settings(self) -> Settings:
@@ -492,7 +495,7 @@ class Fleet:
             pool=pool,
         )
         register_step(app, self._handle)
-        app.task(name=SWEEP_TASK, ignore_result=True)(self._sweep)
+        app.task(name=SWEEP_TASK, ignore_result=True, max_retries=0)(self._sweep)
         app.conf.beat_schedule = {
             "handrail-sweep": {
                 "task": SWEEP_TASK,
@@ -638,6 +641,22 @@ def ask_bounded(
     if done.end.value != "returned":
         raise TimeoutError(f"no answer within {limit_ms} ms")
     return done.value
+
+
+def _let_celery_find(module: dict[str, Any]) -> None:
+    """Make `celery -A module:fleet.celery` work for the module that makes a fleet.
+
+    Celery looks the text after the colon up as one attribute, dots and all; this module-level
+    `__getattr__` follows the dots. A module that has one of its own keeps it.
+    """
+
+    def follow(name: str) -> Any:
+        first, *rest = name.split(".")
+        if not rest or first not in module:
+            raise AttributeError(f"module {module.get('__name__')!r} has no attribute {name!r}")
+        return functools.reduce(getattr, rest, module[first])
+
+    module.setdefault("__getattr__", follow)
 
 
 def _id(run: str | Run) -> str:

@@ -196,7 +196,7 @@ def publish_through_celery(app: Celery) -> None:
 def test_a_push_whose_answer_is_lost_is_not_repeated(
     publish: Callable[[Celery], None], valkey_url: str
 ) -> None:
-    """It was delivered. redis-py's defaults would send it again, up to ten times, unheard."""
+    """It was delivered. Celery and redis-py would both send it again, unheard, if they were let."""
     prefix = f"p{uuid.uuid4().hex[:8]}."
     proxy = CuttingProxy(valkey_url)
     with pytest.raises((PublishFailed, OperationalError, redis.RedisError)):

@@ -7,6 +7,7 @@ import json
 import socket
 import subprocess
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -172,6 +173,7 @@ STEP = [[NOTE], {}, {}]
 TYPED = {"__type__": "uuid", "__value__": {"hex": "no uuid"}}
 PICKLED = {**envelope(STEP), "content-type": "application/x-python-serialize"}
 PACKED = envelope(STEP, compression="application/x-gzip")
+PACKED["body"] = base64.b64encode(zlib.compress(json.dumps(STEP).encode())).decode()
 PROTOCOL_1 = envelope({"task": STEP_TASK, "id": "1", "args": [NOTE], "kwargs": {}})
 PROTOCOL_1["headers"] = {}
 
