@@ -76,9 +76,19 @@ class Budget:
         return replace(self, **changes)
 
     def raised_over(self, other: Budget) -> tuple[str, ...]:
-        """Name the dimensions in which these limits exceed `other`."""
-        mine, theirs = asdict_flat(self), asdict_flat(other)
-        return tuple(n for n, v in mine.items() if v > theirs.get(n, v if "." in n else -1))
+        """Name the dimensions in which these limits exceed `other`.
+
+        A tool without a limit of its own is bounded by `tool_calls`: to drop the limit raises it.
+        """
+        names = (f.name for f in fields(self) if f.name != "per_tool")
+        raised = [name for name in names if getattr(self, name) > getattr(other, name)]
+        tools = dict.fromkeys([*self.per_tool, *other.per_tool])
+        raised += [f"per_tool.{t}" for t in tools if self.tool_bound(t) > other.tool_bound(t)]
+        return tuple(raised)
+
+    def tool_bound(self, tool: str) -> int:
+        """Return how often one tool may be called at most."""
+        return min(self.tool_calls, self.per_tool.get(tool, self.tool_calls))
 
 
 #: Default limits by type of task: a question is not a code migration.
@@ -160,6 +170,10 @@ class BudgetLeft:
         """How many tool calls may still be started, the reserved one included."""
         return self.tool_calls + self.tool_calls_reserved
 
+    def may_call(self, tool: str) -> bool:
+        """Whether a call of this tool is left, in all and of its own limit."""
+        return self.tool_calls_available > 0 and self.per_tool.get(tool, 1) > 0
+
     def tool_call_used(self, tool: str) -> BudgetLeft:
         """Charge one tool call: the reserved one if there is one."""
         per_tool = self.per_tool
@@ -174,6 +188,10 @@ class BudgetLeft:
         return replace(
             self, tool_calls=self.tool_calls + self.tool_calls_reserved, tool_calls_reserved=0
         )
+
+    def output_used(self, output_bytes: int) -> BudgetLeft:
+        """Take off the output that a call has produced, as far as it was read."""
+        return replace(self, output_bytes=max(0, self.output_bytes - output_bytes))
 
     def snapshot(self) -> dict[str, int]:
         """Return what is left as a flat JSON object, for traces, messages and observations."""
@@ -235,6 +253,27 @@ def charge(
     return left
 
 
+def charge_more(
+    left: BudgetLeft, *, remaining_ms: int, model_calls: int = 0, cost_microusd: int = 0
+) -> BudgetLeft | Reason:
+    """Pay for one more call under a claim that is held, or name what refuses it.
+
+    A retry of a model call costs a model call and no step; a verification that has a price costs
+    that price and neither.
+    """
+    if remaining_ms <= 0:
+        return Reason.DEADLINE_EXHAUSTED
+    if left.model_calls < model_calls:
+        return Reason.MODEL_CALL_BUDGET_EXHAUSTED
+    if left.cost_microusd < cost_microusd:
+        return Reason.COST_BUDGET_EXHAUSTED
+    return replace(
+        left,
+        model_calls=left.model_calls - model_calls,
+        cost_microusd=left.cost_microusd - cost_microusd,
+    )
+
+
 class BudgetCode(StrEnum):
     """The codes that callers outside know a spent budget by."""
 
@@ -284,9 +323,3 @@ def must_answer_within(name: str, *, worst_ms: int, required_ms: int) -> None:
             f"the worst case is {worst_ms / 1000:g} s and the required answer time"
             f" {required_ms / 1000:g} s: allow fewer calls, shorter limits or more time",
         )
-
-
-def asdict_flat(budget: Budget) -> dict[str, int]:
-    """Return the limits by name, those of single tools as `per_tool.<name>`."""
-    flat = {f.name: getattr(budget, f.name) for f in fields(budget) if f.name != "per_tool"}
-    return flat | {f"per_tool.{tool}": count for tool, count in budget.per_tool.items()}

@@ -23,7 +23,7 @@ from handrail.agent.stage import (
 def command_to_json(command: Command) -> dict[str, Json]:
     """Return a command that a run can rest on as a JSON object; others raise `TypeError`."""
     match command:
-        case AskModel(model, tools):
+        case AskModel(model, tools):  # whoever takes the run up asks anew: a retry is not kept
             return {"do": "ask", "model": model, "tools": list(tools)}
         case InvokeTool():
             return {
@@ -40,8 +40,13 @@ def command_to_json(command: Command) -> dict[str, Json]:
                 "approval": command.approval,
                 "fixed": command.fixed,
             }
-        case Verify(claim, timeout_ms):
-            return {"do": "verify", "claim": claim, "timeout_ms": timeout_ms}
+        case Verify(claim, timeout_ms, cost_microusd):
+            return {
+                "do": "verify",
+                "claim": claim,
+                "timeout_ms": timeout_ms,
+                "cost_microusd": cost_microusd,
+            }
         case Park(kind, action, question, expires_ms):
             return {
                 "do": "park",

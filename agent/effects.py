@@ -152,14 +152,16 @@ def may_send(effect: Effect, *, now: int, max_stall_ms: int | None) -> bool:
     if effect.attempts == 0 or effect.doubt is Doubt.NONE:
         return True
     terms = effect.terms
-    if terms.not_after or terms.key_valid_for_ms >= FOREVER:
+    # What may have happened is sent again only where the service would know it again.
+    absent = effect.status is EffectStatus.ABSENT
+    if terms.key_valid_for_ms >= FOREVER or (terms.not_after and absent):
         return True
     if terms.key_valid_for_ms:
         if max_stall_ms is None or effect.first_dispatched_at is None:
             return False
         dies_at = effect.first_dispatched_at + terms.key_valid_for_ms
         return dies_at >= now + terms.call_ms + max_stall_ms + terms.settle_after_ms
-    return effect.status is EffectStatus.ABSENT and max_stall_ms is not None
+    return absent and max_stall_ms is not None
 
 
 def classify(effect: Effect, end: End, reply: Reply | None) -> EffectStatus:
@@ -171,7 +173,7 @@ def classify(effect: Effect, end: End, reply: Reply | None) -> EffectStatus:
     if end is End.RETURNED and isinstance(reply, Succeeded):
         return EffectStatus.APPLIED
     if end is End.RETURNED and isinstance(reply, Refused):
-        unproven = effect.doubt is not Doubt.NONE
+        unproven = effect.doubt is Doubt.UNPROVEN
         return EffectStatus.UNKNOWN if unproven else EffectStatus.ABSENT
     return EffectStatus.UNKNOWN
 
@@ -296,7 +298,7 @@ def resolve(
 
 def without_query(effect: Effect, *, now: int, max_stall_ms: int | None) -> Conclusion:
     """What is left when no query can settle a doubt: the same key again, or a person."""
-    if effect.terms.key_valid_for_ms or effect.terms.not_after:
+    if effect.terms.key_valid_for_ms:
         if may_send(effect, now=now, max_stall_ms=max_stall_ms):
             return SendAgain()
         return GiveUp("the key's lifetime is over")

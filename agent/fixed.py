@@ -41,7 +41,7 @@ from handrail.agent.stage import (
 )
 from handrail.agent.stage import Verify as VerifyCommand
 from handrail.agent.status import Reason
-from handrail.agent.tools import Invalid, Permit, RunFacts, Tool, ToolContract
+from handrail.agent.tools import Invalid, Permit, RunFacts, Tool, ToolContract, must_be_tool
 from handrail.agent.trace import TraceEvent
 
 _NO_CHILDREN: Final[Mapping[str, Stage]] = MappingProxyType({})
@@ -99,6 +99,7 @@ class Read:
     arguments: Callable[[RunFacts], Mapping[str, Json]]
 
     def __post_init__(self) -> None:
+        must_be_tool(f"stage {self.name!r}", self.tool)
         if self.tool.contract.side_effect.writes:
             raise InvalidDefinition(
                 f"stage {self.name!r}", f"{self.tool.name!r} writes: use Confirm and Commit"
@@ -209,6 +210,7 @@ class Commit:
     attempts: int = 1
 
     def __post_init__(self) -> None:
+        must_be_tool(f"stage {self.name!r}", self.tool)
         if not self.tool.contract.side_effect.writes:
             raise InvalidDefinition(
                 f"stage {self.name!r}", f"{self.tool.name!r} is no write: use Read"
@@ -242,12 +244,20 @@ class Commit:
 class Verify:
     """Look at the outside world independently; only a check that holds lets the run go on.
 
-    `check(claim, call)` may do I/O; `claim(run)` is what it is asked about (default: all outputs).
+    `check(claim, call)` may do I/O; `claim(run)` is what it is asked about (default: all outputs);
+    `cost_microusd` is its price, paid from the cost budget before it.
     """
 
     name: str
     check: Callable[..., Any]
     claim: Callable[[RunFacts], Json] | None = None
+    cost_microusd: int = 0
+
+    def __post_init__(self) -> None:
+        if type(self.cost_microusd) is not int or self.cost_microusd < 0:
+            raise InvalidDefinition(
+                f"stage {self.name!r}", "cost_microusd must be a whole number of at least 0"
+            )
 
     @property
     def children(self) -> Mapping[str, Stage]:
@@ -267,7 +277,7 @@ class Verify:
     def start(self, view: View) -> Move:
         """Ask for the check."""
         claim = self.claim(view.run) if self.claim else dict(view.outputs)
-        return Move({}, VerifyCommand(normal(claim), view.limits.tool_ms))
+        return Move({}, VerifyCommand(normal(claim), view.limits.tool_ms, self.cost_microusd))
 
     def on(self, frame: Frame, event: Event, view: View) -> Move:
         """Go on if it holds."""
@@ -296,6 +306,9 @@ def _call(stage: str, action: Action, view: View, *, approval: bool = False) -> 
     permit = permission(contract, checked, view)
     if permit is Permit.DENY:
         return _refused(view, Reason.PERMISSION_DENIED, stage, contract, "not permitted")
+    if not view.budget.may_call(contract.name):  # before a person is asked, too
+        reason = Reason.TOOL_CALL_BUDGET_EXHAUSTED
+        return _refused(view, reason, stage, contract, "no call left")
     approval = approval or permit is Permit.WITH_APPROVAL
     command = executable(action.tool, checked, view, approval=approval, fixed=True)
     return Move({"waiting": command_to_json(command), "attempt": 1}, command)
@@ -339,7 +352,7 @@ def _again(
     command: Command = waiting
     if attempt >= attempts:
         command = Stop(Reason.TOOL_FAILED, {"code": reply.reason})
-    elif view.budget.tool_calls_available <= 0:
+    elif not view.budget.may_call(contract.name):
         command = Stop(Reason.TOOL_CALL_BUDGET_EXHAUSTED, {"tool": contract.name})
     return Move({**frame, "attempt": attempt + 1}, command, events)
 

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from handrail.agent import trace
-from handrail.agent.budget import CODE_OF
+from handrail.agent.budget import CODE_OF, charge_more
 from handrail.agent.canonical import Json, digest, dumps
 from handrail.agent.commands import command_from_json, command_to_json
 from handrail.agent.errors import InvalidDefinition
@@ -25,7 +25,9 @@ from handrail.agent.proposal import (
     ToolProposal,
     parse_proposal,
 )
+from handrail.agent.retry import ModelRetry
 from handrail.agent.stage import (
+    OBSERVATION_WINDOW,
     Answered,
     Approved,
     AskModel,
@@ -61,6 +63,7 @@ from handrail.agent.tools import (
     Validated,
     action_digest,
     fingerprint,
+    must_be_tool,
 )
 from handrail.agent.trace import TraceEvent
 
@@ -88,7 +91,8 @@ class AgentLoop:
     `verify(claim, call)` is the independent check of a claim of completion: the model has no access
     to it. `allowed(view)` narrows the tools of a round. `corrections` is how many invalid proposals
     are answered with their reason code instead of a stop. `no_progress=None` switches that detector
-    off.
+    off. `retry` makes a failed model call again within the round; without it a failure stops the
+    run. `verify_cost_microusd` is the price of one check, paid from the cost budget before it.
     """
 
     name: str
@@ -98,12 +102,16 @@ class AgentLoop:
     allowed: Callable[[View], Collection[str]] | None = None
     corrections: int = 0
     no_progress: NoProgress | None = NoProgress()
+    retry: ModelRetry | None = None
+    verify_cost_microusd: int = 0
 
     def __post_init__(self) -> None:
         title = f"agent loop {self.name!r}"
         object.__setattr__(self, "actions", tuple(self.actions))
         if not self.actions:
             raise InvalidDefinition(title, "name the tools that the model may choose from")
+        for action in self.actions:
+            must_be_tool(title, action)
         if not callable(self.verify):
             raise InvalidDefinition(title, "a completion needs a check: verify(claim, call)")
         if len({tool.name for tool in self.actions}) != len(self.actions):
@@ -115,8 +123,10 @@ class AgentLoop:
                     f"the tool {tool.name!r} is irreversible: it belongs into a fixed commit,"
                     " not into an open loop",
                 )
-        if type(self.corrections) is not int or self.corrections < 0:
-            raise InvalidDefinition(title, "corrections must be a whole number of at least 0")
+        for unit in ("corrections", "verify_cost_microusd"):
+            value = getattr(self, unit)
+            if type(value) is not int or value < 0:
+                raise InvalidDefinition(title, f"{unit} must be a whole number of at least 0")
 
     @property
     def children(self) -> Mapping[str, Stage]:
@@ -130,7 +140,8 @@ class AgentLoop:
 
     def start(self, view: View) -> Move:
         """Begin with the first question to the model."""
-        return Move(_fresh_frame(view), self._ask(view))
+        frame = self._opened(_fresh_frame(view), view)
+        return Move(frame, self._ask(frame))
 
     def on(self, frame: Frame, event: Event, view: View) -> Move:
         """Go on after an event; see the module for the order of checks."""
@@ -160,40 +171,47 @@ class AgentLoop:
 
     # ---- decide ----------------------------------------------------------------------------------
 
-    def _ask(self, view: View) -> AskModel:
-        return AskModel(self.model, self._allowed_names(view))
-
-    def _allowed_names(self, view: View) -> tuple[str, ...]:
-        names = tuple(tool.name for tool in self.actions)
+    def _opened(self, frame: Frame, view: View) -> Frame:
+        """Open a round: what it allows is settled now, for the model and for the gate alike."""
         if self.allowed is None:
-            return names
+            return frame
         allowed = self.allowed(view)
-        return tuple(name for name in names if name in allowed)
+        return {**frame, "allowed": [tool.name for tool in self.actions if tool.name in allowed]}
+
+    def _ask(self, frame: Frame) -> AskModel:
+        return AskModel(self.model, self._allowed_names(frame))
+
+    def _allowed_names(self, frame: Frame) -> tuple[str, ...]:
+        if self.allowed is None:
+            return tuple(tool.name for tool in self.actions)
+        return tuple(_strings(frame["allowed"]))
 
     def _on_proposed(self, frame: Frame, event: Proposed, view: View) -> Move:
         built = _event(
             view,
             trace.OBSERVATION_BUILT,
             state_version=view.state_version,
-            allowed_tools=list(self._allowed_names(view)),
+            allowed_tools=list(self._allowed_names(frame)),
             remaining_budget=dict(view.budget.snapshot()),
             observations=view.observation_count,
             facts=[*sorted(view.outputs)],
         )
+        # A retry shows the model what the first attempt showed it: one observation a round.
+        events: tuple[TraceEvent, ...] = (built,) if event.attempt == 0 else ()
         if event.end is not End.RETURNED:
+            following = self._after_failure(frame, event, view)
             failed = _event(
                 view,
                 trace.MODEL_FAILED,
                 timedOut=event.end is End.TIMED_OUT,
                 cancelled=view.cancelled,
+                attempt=event.attempt + 1,
+                retry_in_ms=following.after_ms if isinstance(following, AskModel) else None,
             )
-            reason = _cut_off(event.end, event.bound, view, Reason.MODEL_FAILED)
-            if event.overflow:
-                reason = Reason.OUTPUT_BUDGET_EXHAUSTED
-            return Move(frame, Stop(reason), (built, failed))
+            return Move(frame, following, (*events, failed))
         proposal = parse_proposal(event.raw)
-        received = self._received(proposal, view)
-        events: tuple[TraceEvent, ...] = (built, received)
+        received = self._received(frame, proposal, view)
+        events += (received,)
         if view.cancelled:
             return Move(frame, Stop(Reason.CANCELLED), events)
         match proposal:
@@ -203,21 +221,40 @@ class AgentLoop:
             case CompletionClaim(answer):
                 if isinstance(answer, str):
                     events += (_event(view, trace.FINAL, text_hash=digest(answer)),)
-                if view.remaining_ms <= 0:
-                    return Move(frame, _deadline(), events)
-                return Move({**frame, "claim": answer}, Verify(answer, view.limits.tool_ms), events)
+                price = self.verify_cost_microusd
+                paid = charge_more(view.budget, remaining_ms=view.remaining_ms, cost_microusd=price)
+                if isinstance(paid, Reason):
+                    return Move(frame, _spent(paid), events)
+                check = Verify(answer, view.limits.tool_ms, price)
+                return Move({**frame, "claim": answer}, check, events)
             case Malformed(_, problem):
                 return self._reject(frame, view, events, Reason.INVALID_PROPOSAL, problem)
             case ToolProposal():
                 return self._gate(frame, proposal, view, events)
 
-    def _received(self, proposal: Proposal | Malformed, view: View) -> TraceEvent:
+    def _after_failure(self, frame: Frame, event: Proposed, view: View) -> AskModel | Stop:
+        """The same question again where policy, time and budget allow it; otherwise a stop."""
+        if event.overflow and not view.cancelled:
+            return _spent(Reason.OUTPUT_BUDGET_EXHAUSTED)
+        reason = _cut_off(event.end, event.bound, view, Reason.MODEL_FAILED)
+        passing = event.retryable or event.end is End.TIMED_OUT
+        if self.retry is None or reason is not Reason.MODEL_FAILED or not passing:
+            return Stop(reason)
+        pause_ms = self.retry.pause_ms(event.attempt, view.random)
+        if event.attempt + 1 >= self.retry.attempts or pause_ms >= view.remaining_ms:
+            return Stop(reason)  # at once: what cannot be tried again in time is not waited for
+        paid = charge_more(view.budget, remaining_ms=view.remaining_ms, model_calls=1)
+        if isinstance(paid, Reason):
+            return _spent(paid)
+        return replace(self._ask(frame), attempt=event.attempt + 1, after_ms=pause_ms)
+
+    def _received(self, frame: Frame, proposal: Proposal | Malformed, view: View) -> TraceEvent:
         detail: dict[str, Json] = {}
         match proposal:
             case ToolProposal(tool, arguments):
                 kind, detail["tool_name"] = "tool", tool[:128]
                 detail["arguments_hash"] = digest("arguments", tool, dumps(arguments))
-                if tool in self._allowed_names(view):
+                if tool in self._allowed_names(frame):
                     detail |= {
                         f"{name}_hash": digest(dumps(value))
                         for name, value in list(arguments.items())[:16]
@@ -239,7 +276,7 @@ class AgentLoop:
     ) -> Move:
         # Exact comparison against this round's list: no normalising, no near match, no look-up by
         # import.
-        if proposal.tool not in self._allowed_names(view):
+        if proposal.tool not in self._allowed_names(frame):
             return self._reject(frame, view, events, Reason.INVALID_PROPOSAL, "unknown tool")
         tool = next(tool for tool in self.actions if tool.name == proposal.tool)
         contract = tool.contract
@@ -249,7 +286,7 @@ class AgentLoop:
         permit = permission(contract, checked, view)
         if permit is Permit.DENY:
             return self._reject(frame, view, events, Reason.PERMISSION_DENIED, "not permitted")
-        if view.budget.tool_calls_available <= 0 or view.budget.per_tool.get(tool.name, 1) <= 0:
+        if not view.budget.may_call(tool.name):
             return _refuse(frame, view, events, _spent(Reason.TOOL_CALL_BUDGET_EXHAUSTED))
         mark = fingerprint(view.state_version, contract, checked.json)
         frame = _at_version(frame, view.state_version)
@@ -305,8 +342,11 @@ class AgentLoop:
     def _stuck(self, recent: list[str], action: str) -> Reason | None:
         if self.no_progress is None or recent.count(action) < self.no_progress.times:
             return None
-        # The same few actions in turn are an oscillation, one action alone is no progress.
-        return Reason.OSCILLATION if len(set(recent)) > 1 else Reason.NO_PROGRESS
+        # A few actions in turn are an oscillation; one action alone, or among others that come
+        # only once, is no progress.
+        since = recent[recent.index(action) :]
+        others = {other for other in since if other != action and since.count(other) > 1}
+        return Reason.OSCILLATION if others else Reason.NO_PROGRESS
 
     def _remember(self, frame: Frame, action: str) -> list[Json]:
         if self.no_progress is None:
@@ -337,7 +377,8 @@ class AgentLoop:
             # A claim that was verified is the run's answer or the next stage's input, not a new
             # fact.
             return Move(frame, Finish(frame["claim"], fact=False), judged.events)
-        return Move(frame, self._ask(view), judged.events, round_done=True)
+        frame = self._opened(frame, replace(view, step=view.step + 1))
+        return Move(frame, self._ask(frame), judged.events, round_done=True)
 
     def _absorb(
         self,
@@ -347,21 +388,27 @@ class AgentLoop:
         known: bool,
         events: tuple[TraceEvent, ...],
     ) -> Move:
-        version = view.state_version + (not known)
-        count = view.observation_count + (not known)
-        moved = TraceEvent(
+        after = replace(view, step=view.step + 1)
+        if not known:
+            after = replace(
+                after,
+                state_version=view.state_version + 1,
+                observation_count=view.observation_count + 1,
+                observations=(*view.observations, observation)[-OBSERVATION_WINDOW:],
+            )
+        moved = _event(
+            after,
             trace.STATE_TRANSITIONED,
-            view.step + 1,
-            {
-                "changed": not known,
-                "stateVersion": version,
-                "new_version": version,
-                "observationCount": count,
-            },
+            changed=not known,
+            stateVersion=after.state_version,
+            new_version=after.state_version,
+            observationCount=after.observation_count,
         )
+        frame = _at_version({**frame, "waiting": None}, after.state_version)
+        frame = self._opened(frame, after)
         return Move(
-            _at_version({**frame, "waiting": None}, version),
-            self._ask(view),
+            frame,
+            self._ask(frame),
             (*events, moved),
             observation=None if known else observation,
             round_done=True,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from handrail.agent import trace
 from handrail.agent.budget import CODE_OF, Budget, BudgetLeft, CallLimits, Phase
@@ -30,6 +30,7 @@ from handrail.agent.stage import (
     Observation,
     Park,
     ParkKind,
+    Proposed,
     Refused,
     Resolved,
     Result,
@@ -173,13 +174,17 @@ def on(workflow: Workflow, state: RunState, event: Event, view: View) -> Turn:
     level = state.levels[-1]
     move = workflow.stage_at(state.path).on(level.frame, event, view)
     events += move.events
-    state = replace(state, levels=(*state.levels[:-1], level._replace(frame=move.frame)))
+    changes: dict[str, Any] = {
+        "levels": (*state.levels[:-1], level._replace(frame=move.frame)),
+        "told": None,
+    }
     if move.round_done:
-        state = replace(state, step=state.step + 1)
+        changes["step"] = state.step + 1
     if move.observation is not None:
-        state = _observed(state, move.observation)
-    state = replace(state, told=None)
-    turn = _run(workflow, state, move.command, _moved(view, state), events)
+        changes |= _observed(state, move.observation)
+    if isinstance(event, Proposed):
+        changes["left"] = state.left.output_used(event.output_bytes)
+    turn = _run(workflow, replace(state, **changes), move.command, view, events)
     return replace(turn, observation=move.observation)
 
 
@@ -211,6 +216,17 @@ def resumed(state: RunState, event: RunEvent, events: list[TraceEvent], **detail
         TraceEvent(trace.RUN_RESUMED, state.step, {"from": before, "cause": event.value, **detail})
     )
     return replace(state, reason=None)
+
+
+def reopened(before: RunState, reason: Reason, events: list[TraceEvent]) -> None:
+    """Open the episode in which a run that rested stops anew: each `run.stopped` closes one."""
+    if before.status in _ANNOUNCED:
+        detail: dict[str, Json] = {"from": before.status, "cause": reason.value}
+        events.append(TraceEvent(trace.RUN_RESUMED, before.step, detail))
+
+
+#: Rests that `run.stopped` has announced.
+_ANNOUNCED: Final = frozenset({_S.AWAITING_INPUT, _S.RECONCILING, _S.HANDED_OFF})
 
 
 def phase_of(workflow: Workflow, state: RunState) -> Phase:
@@ -250,6 +266,7 @@ def _run(
         match command:
             case Enter(child):
                 stage = workflow.stage_at((*state.path, child))
+                view = _moved(view, state)
                 move = stage.start(view)
                 state = replace(state, levels=(*state.levels, Level(child, move.frame)))
             case Finish(output, fact):
@@ -323,13 +340,12 @@ def _finished(
     )
 
 
-def _observed(state: RunState, observation: Observation) -> RunState:
-    return replace(
-        state,
-        observations=(*state.observations, observation)[-OBSERVATION_WINDOW:],
-        observation_count=state.observation_count + 1,
-        state_version=state.state_version + 1,
-    )
+def _observed(state: RunState, observation: Observation) -> dict[str, Any]:
+    return {
+        "observations": (*state.observations, observation)[-OBSERVATION_WINDOW:],
+        "observation_count": state.observation_count + 1,
+        "state_version": state.state_version + 1,
+    }
 
 
 def _moved(view: View, state: RunState) -> View:
@@ -379,7 +395,9 @@ def _stopped(state: RunState, command: Stop, view: View, events: list[TraceEvent
         state = moved(state, _E.CHECKPOINT_RESUMED, events)
     if state.status is _S.EXECUTING and event not in _EXECUTING_STOPS:
         state = moved(state, _E.LEASE_RETURNED, events)
-    state = moved(state, event, events)
+    before = state.status
+    reopened(state, command.reason, events)
+    state = replace(state, status=next_status(state.run_id, before, event))
     left = state.left.settled()
     rests = state.status not in TERMINAL
     state = replace(
@@ -393,11 +411,10 @@ def _stopped(state: RunState, command: Stop, view: View, events: list[TraceEvent
         rounds = state.budget.steps - left.steps
         summary: dict[str, Json] = {"steps": rounds, "tool_calls": state.tool_calls}
         events.append(TraceEvent(trace.RUN_COMPLETED, state.step, summary))
-    events.append(
-        TraceEvent(
-            trace.RUN_STOPPED, state.step, stop_detail(state, command, category, view.remaining_ms)
-        )
-    )
+    detail = stop_detail(state, command, category, view.remaining_ms)
+    # The stop records its own move: nothing stands between what stopped the run and the stop.
+    detail |= {"event": event.value, "from": before.value}
+    events.append(TraceEvent(trace.RUN_STOPPED, state.step, detail))
     return state
 
 
@@ -423,11 +440,12 @@ def stop_detail(
     """Explain a stop: stable reason, snapshot of all budgets, products so far, pointers to
     evidence.
     """
-    left = state.left.snapshot()
-    limits = {**state.budget.to_json(), "per_tool": None}
-    used: dict[str, Json] = {
-        name: limit - left[name] for name, limit in limits.items() if name in left
+    # Nothing of the run is active any more: no slot of its concurrency is used.
+    left = {**state.left.snapshot(), "concurrency": state.budget.concurrency}
+    limits = state.budget.to_json() | {
+        f"tool_calls.{tool}": limit for tool, limit in state.budget.per_tool.items()
     }
+    used: dict[str, Json] = {name: limits[name] - left[name] for name in left}
     used["deadline_ms"] = state.budget.deadline_ms - max(0, remaining_ms)
     detail: dict[str, Json] = {
         "reason": command.reason.value,

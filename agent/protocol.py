@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 from handrail.agent import machine, trace
 from handrail.agent.canonical import Json, canonical
@@ -36,6 +36,7 @@ from handrail.agent.effects import (
     trigger_of,
     without_query,
 )
+from handrail.agent.loop import judge
 from handrail.agent.machine import RunState, Turn
 from handrail.agent.stage import (
     Answered,
@@ -180,8 +181,10 @@ class Ruling:
 def settle_turn(turn: Turn, effect: Effect | None = None) -> Ruling:
     """Write a turn of the machine as it is."""
     state = turn.state
+    if state.left.tool_calls_reserved:
+        state = replace(state, left=state.left.settled())
     return Ruling(
-        state=replace(state, left=state.left.settled()),
+        state=state,
         events=turn.events,
         observation=turn.observation,
         outputs=turn.outputs,
@@ -258,14 +261,16 @@ def dispatch(
             return None, Halt("not-mine")
     if command.state_version != state.state_version:
         return _stop(locked, Reason.INVALID_PROPOSAL, problem="state moved on"), Halt("stale")
-    if effect.status is EffectStatus.UNKNOWN and not _released(locked):
-        return _unknown_again(locked, effect), Halt("unknown")
     if locked.left_ms <= 0:
         return spent(locked, Reason.DEADLINE_EXHAUSTED), Halt("deadline")
     left = state.left
-    if left.tool_calls_available <= 0 or left.per_tool.get(command.tool, 1) <= 0:
+    if not left.may_call(command.tool):
         return spent(locked, Reason.TOOL_CALL_BUDGET_EXHAUSTED), Halt("budget")
+    # An effect that is unknown here was released for sending the same key again.
     if not may_send(effect, now=locked.now, max_stall_ms=max_stall_ms):
+        if effect.status is EffectStatus.ABSENT:
+            turn = machine.stop(state, Reason.TOOL_FAILED, locked.view(), _absence(effect))
+            return settle_turn(turn), Halt("may-not-send")
         return _handed_off(locked, effect, "it may not be sent again"), Halt("may-not-send")
     consumes = command.approval and effect.approval_id is None
     if consumes:
@@ -350,14 +355,17 @@ class Outcome:
     evidence_id: str = ""
 
 
-def outcome(locked: Locked, workflow: Workflow, out: Outcome) -> Ruling:
+def outcome(locked: Locked, workflow: Workflow, out: Outcome) -> Ruling | None:
     """Commit what a sender says about its attempt, judged by the effect's token alone.
 
     A cancel or a lost lease must not discard a receipt; whatever comes too late is kept as evidence
-    and is never a negative verdict.
+    and is never a negative verdict. None: another run has sent the intent again and owns the effect
+    by now; say it to that run.
     """
     effect = locked.effect
     assert effect is not None and effect.id == out.effect_id
+    if effect.owner_run_id != locked.state.run_id:
+        return None
     note = ("outcome", _outcome_detail(out))
     if (
         not locked.current
@@ -380,8 +388,6 @@ def outcome(locked: Locked, workflow: Workflow, out: Outcome) -> Ruling:
 def _receipt(locked: Locked, workflow: Workflow, effect: Effect, out: Outcome) -> Ruling:
     assert isinstance(out.reply, Succeeded)
     proved = _applied(effect, out.reply.value, out.evidence_id)
-    if locked.cancel_requested:
-        return _applied_although_cancelled(replace(locked, effect=proved), proved)
     event = Result(
         out.end,
         out.reply,
@@ -389,6 +395,9 @@ def _receipt(locked: Locked, workflow: Workflow, effect: Effect, out: Outcome) -
         known=locked.known,
         evidence=out.evidence_id,
     )
+    if locked.cancel_requested:
+        events = _judged_events(locked, workflow, effect, event)
+        return _applied_although_cancelled(replace(locked, effect=proved), proved, events)
     try:
         turn = machine.on(workflow, locked.state, event, locked.view())
     except Exception:
@@ -397,11 +406,22 @@ def _receipt(locked: Locked, workflow: Workflow, effect: Effect, out: Outcome) -
     return replace(settle_turn(turn, effect), effect=proved)
 
 
+def _judged_events(
+    locked: Locked, workflow: Workflow, effect: Effect, event: Result
+) -> list[TraceEvent]:
+    """How a result was classified and verified, for the trace of a run that does not use it."""
+    try:
+        contract = workflow.tool_named(effect.tool).contract
+        return [*judge(contract, effect.arguments, event, locked.view()).events]
+    except Exception:
+        return []  # the workflow's own code raised: a receipt is not lost to that
+
+
 def _own_word_absent(locked: Locked, workflow: Workflow, effect: Effect, out: Outcome) -> Ruling:
     absent = replace(effect, status=EffectStatus.ABSENT, unknown_since=None, trigger=None)
-    if locked.cancel_requested:
-        return replace(_stop(locked, Reason.CANCELLED), effect=absent)
     if not out.sent:
+        if locked.cancel_requested:
+            return replace(_stop(locked, Reason.CANCELLED), effect=absent)
         if locked.left_ms <= 0:
             return replace(spent(locked, Reason.DEADLINE_EXHAUSTED), effect=absent)
         return replace(give_back(locked, "never-sent", due_in_ms=0), effect=absent, attempts=None)
@@ -425,8 +445,10 @@ def _own_word_absent(locked: Locked, workflow: Workflow, effect: Effect, out: Ou
 
 def _no_proof(locked: Locked, workflow: Workflow, effect: Effect, out: Outcome) -> Ruling:
     cancelled = locked.cancel_requested or out.end is End.CANCELLED
-    doubtful = _doubted(effect, locked.now, trigger_of(out.end, out.reply, cancelled=cancelled))
-    event = Result(out.end, out.reply, bound=out.bound, settled=False)
+    # This attempt was never sent, but an earlier one may have been: that one is still in doubt.
+    reply = out.reply if out.sent else Doubtful("never-sent")
+    doubtful = _doubted(effect, locked.now, trigger_of(out.end, reply, cancelled=cancelled))
+    event = Result(out.end, reply, bound=out.bound, settled=False)
     turn = machine.on(workflow, locked.state, event, locked.view(cancelled=cancelled))
     return replace(settle_turn(turn, effect), effect=doubtful, wake_in_ms=first_query_at(0))
 
@@ -434,48 +456,45 @@ def _no_proof(locked: Locked, workflow: Workflow, effect: Effect, out: Outcome) 
 def _late(locked: Locked, effect: Effect, out: Outcome) -> Ruling:
     state = locked.state
     unchanged = Ruling(state=state, lease="keep", wake_in_ms=None)
-    mine = locked.current and effect.owner_run_id == state.run_id
-    receipt = isinstance(out.reply, Succeeded) and out.sent
-    if (
-        receipt
-        and mine
-        and effect.status is EffectStatus.UNKNOWN
-        and state.status is _S.RECONCILING
-    ):
-        assert isinstance(out.reply, Succeeded)
+    in_doubt = effect.status is EffectStatus.UNKNOWN and state.status is _S.RECONCILING
+    if in_doubt and locked.current and out.sent and isinstance(out.reply, Succeeded):
         return proved_applied(locked, out.reply.value, out.evidence_id)
-    if not locked.current and receipt and effect.status is EffectStatus.ABSENT:
-        # The run has moved on to another write: a person looks at what was believed absent.
-        return replace(unchanged, **_contradicted(state, effect))
     left = out.sent and not isinstance(out.reply, Refused)
-    if left and mine and effect.status is EffectStatus.ABSENT and effect.doubt is Doubt.BY_QUERY:
+    if left and effect.status is EffectStatus.ABSENT and effect.doubt is Doubt.BY_QUERY:
         return contrary_evidence(locked)
     return unchanged
 
 
 def contrary_evidence(locked: Locked) -> Ruling:
-    """A request left although its effect is believed absent: doubt again, or a contradiction."""
+    """A request left although its effect is believed absent: doubt again, or a contradiction.
+
+    A run that has ended, or has moved on to something else, keeps its status; a person looks at the
+    effect.
+    """
     state, effect = locked.state, locked.effect
     assert effect is not None
+    if not locked.current or not _rests_on(state, effect):
+        package = handoff_of(state, effect, reason=Reason.CONTRADICTION)
+        contradicted = replace(effect, status=EffectStatus.CONTRADICTED)
+        return Ruling(state=state, lease="keep", effect=contradicted, handoff=package)
     events: list[TraceEvent] = []
-    if state.status in TERMINAL:
-        return Ruling(state=state, lease="keep", **_contradicted(state, effect))
-    state = machine.resumed(state, _E.CONTRARY_EVIDENCE, events)
-    doubtful = _doubted(effect, locked.now, Trigger.CONTRARY_EVIDENCE)
-    return Ruling(
-        state=replace(state, reason=Reason.UNKNOWN_EFFECT),
-        events=tuple(events),
-        effect=doubtful,
-        lease="take",
-        wake_in_ms=first_query_at(0),
+    state = machine.moved(state, _E.CONTRARY_EVIDENCE, events)
+    trigger = Trigger.CONTRARY_EVIDENCE
+    ruling = _ended(locked, state, Reason.UNKNOWN_EFFECT, events, {"trigger": trigger.value})
+    # It left by now at the latest: from here on counts how long it may take to land.
+    deadline_at = max(locked.now, effect.dispatch_deadline_at or 0)
+    doubtful = replace(
+        _doubted(effect, locked.now, trigger),
+        queries_left=QUERIES_PER_DISPATCH,
+        dispatch_deadline_at=deadline_at,
     )
+    return replace(ruling, effect=doubtful, lease="take", wake_in_ms=first_query_at(0))
 
 
-def _contradicted(state: RunState, effect: Effect) -> dict[str, Any]:
-    return {
-        "effect": replace(effect, status=EffectStatus.CONTRADICTED),
-        "handoff": handoff_of(state, effect, reason=Reason.CONTRADICTION),
-    }
+def _rests_on(state: RunState, effect: Effect) -> bool:
+    """Whether what a run is about to do is the write of this effect."""
+    pending = state.pending
+    return isinstance(pending, InvokeTool) and pending.intent_key == effect.intent_key
 
 
 # ---- cancellation --------------------------------------------------------------------------------
@@ -543,11 +562,15 @@ def wake(locked: Locked, *, max_attempts: int, max_stall_ms: int | None) -> Ruli
             return _cancelling_at_rest(locked)
     if locked.cancel_requested:
         return _stop(locked, Reason.CANCELLED)
+    overdue = _overdue(locked)
+    return None if overdue is None else spent(locked, overdue)
+
+
+def _overdue(locked: Locked) -> Reason | None:
+    """Which of the two time limits has passed, if any; the ledger's claim says the same."""
     if locked.now >= locked.expires_at:
-        return spent(locked, Reason.EXPIRED)
-    if locked.left_ms <= 0:
-        return spent(locked, Reason.DEADLINE_EXHAUSTED)
-    return None
+        return Reason.EXPIRED
+    return Reason.DEADLINE_EXHAUSTED if locked.left_ms <= 0 else None
 
 
 def _lease_lost(locked: Locked, max_attempts: int) -> Ruling:
@@ -584,8 +607,9 @@ def _lease_lost(locked: Locked, max_attempts: int) -> Ruling:
             lease="take",
             handoff=handoff_of(turn.state, effect),
         )
-    if locked.left_ms <= 0:
-        return replace(spent(locked, Reason.DEADLINE_EXHAUSTED), lease="take")
+    overdue = _overdue(locked)
+    if overdue is not None:
+        return replace(spent(locked, overdue), lease="take")
     events_: list[TraceEvent] = [
         TraceEvent("lease.lost", state.step, {"attempts": locked.attempts})
     ]
@@ -607,15 +631,10 @@ def _parked_too_long(locked: Locked) -> Ruling | None:
         events: list[TraceEvent] = []
         moved = machine.moved(state, _E.EXPIRED, events)
         return replace(_ended(locked, moved, Reason.EXPIRED, events), approval_status="expired")
-    pending = state.pending
     approval = locked.approval
-    if state.status is _S.AWAITING_APPROVAL and approval is not None:
-        if locked.now >= approval.expires_at:
-            return replace(_stop(locked, Reason.APPROVAL_EXPIRED), approval_status="expired")
-        return None
-    if state.status is _S.AWAITING_INPUT and not isinstance(pending, Park):
-        return None  # a question expires with the run
-    return None
+    if approval is not None and locked.now >= approval.expires_at:
+        return replace(_stop(locked, Reason.APPROVAL_EXPIRED), approval_status="expired")
+    return None  # a question expires with the run
 
 
 def _reconcile(locked: Locked, max_stall_ms: int | None) -> Ruling:
@@ -623,13 +642,18 @@ def _reconcile(locked: Locked, max_stall_ms: int | None) -> Ruling:
     state, effect = locked.state, locked.effect
     if effect is None or effect.status is not EffectStatus.UNKNOWN:
         return Ruling(state=state, lease="keep", wake_in_ms=QUERY_LEASE_MS)
+    if effect.next_query_at is not None and locked.now < effect.next_query_at:
+        # Woken too early, or another's query is under way.
+        early_ms = effect.next_query_at - locked.now
+        return Ruling(state=state, lease="keep", wake_in_ms=early_ms)
     if effect.terms.can_query and effect.queries_left > 0:
+        lease_ms = max(QUERY_LEASE_MS, effect.terms.call_ms + LEASE_MARGIN_MS)
         asked = replace(
             effect,
             queries_left=effect.queries_left - 1,
-            next_query_at=locked.now + QUERY_LEASE_MS,
+            next_query_at=locked.now + lease_ms,
         )
-        return Ruling(state=state, effect=asked, lease="keep", wake_in_ms=QUERY_LEASE_MS)
+        return Ruling(state=state, effect=asked, lease="keep", wake_in_ms=lease_ms)
     conclusion = without_query(effect, now=locked.now, max_stall_ms=max_stall_ms)
     return concluded(locked, conclusion, max_stall_ms=max_stall_ms)
 
@@ -669,7 +693,7 @@ def query_returned(locked: Locked, token: int) -> Ruling | None:
     effect = locked.effect
     if effect is None or effect.token != token or effect.status is not EffectStatus.UNKNOWN:
         return None
-    again = replace(effect, queries_left=effect.queries_left + 1)
+    again = replace(effect, queries_left=min(QUERIES_PER_DISPATCH, effect.queries_left + 1))
     return Ruling(state=locked.state, effect=again, lease="keep", wake_in_ms=QUERY_LEASE_MS)
 
 
@@ -695,34 +719,28 @@ def _proved_absent(locked: Locked, effect: Effect, max_stall_ms: int | None) -> 
     state = locked.state
     events = [_resolved_event(locked, "absent", f"effect:{effect.id}")]
     if locked.cancel_requested:
-        ended = machine.moved(state, _E.PROVED_ABSENT_CANCELLED, events)
-        return replace(_ended(locked, ended, Reason.CANCELLED, events), effect=absent)
+        cancelled = machine.moved(state, _E.PROVED_ABSENT_CANCELLED, events)
+        return replace(_ended(locked, cancelled, Reason.CANCELLED, events), effect=absent)
     sendable = may_send(absent, now=locked.now, max_stall_ms=max_stall_ms)
-    if sendable and locked.left_ms > 0 and state.left.tool_calls_available > 0:
+    if sendable and locked.left_ms > 0 and state.left.may_call(effect.tool):
         state = machine.resumed(state, _E.PROVED_ABSENT, events)
         return Ruling(state=state, events=tuple(events), effect=absent, lease="take")
     failed = machine.moved(state, _E.PROVED_ABSENT_FAILED, events)
-    detail: dict[str, Json] = {"evidence": "absent", "effect": effect.id}
-    return replace(_ended(locked, failed, Reason.TOOL_FAILED, events, detail), effect=absent)
+    ended = _ended(locked, failed, Reason.TOOL_FAILED, events, _absence(effect))
+    return replace(ended, effect=absent)
 
 
 def _released_for_sending(locked: Locked, effect: Effect) -> Ruling:
-    if (
-        locked.cancel_requested
-        or locked.left_ms <= 0
-        or locked.state.left.tool_calls_available <= 0
-    ):
+    may_call = locked.state.left.may_call(effect.tool)
+    if locked.cancel_requested or locked.left_ms <= 0 or not may_call:
         return _handed_off(locked, effect, "the key could be sent again, but the run may not")
     events: list[TraceEvent] = []
     state = machine.resumed(locked.state, _E.RELEASED, events)
     return Ruling(state=state, events=tuple(events), lease="take")
 
 
-def _released(locked: Locked) -> bool:
-    """An unknown effect of a run that executes again was released for sending the same key
-    again.
-    """
-    return locked.state.status is _S.EXECUTING and locked.own_effect is EffectStatus.UNKNOWN
+def _absence(effect: Effect) -> dict[str, Json]:
+    return {"evidence": "absent", "effect": effect.id}
 
 
 # ---- people --------------------------------------------------------------------------------------
@@ -753,8 +771,13 @@ def approve(locked: Locked, *, approver: str) -> Ruling | None:
         events=tuple(events),
         approval_status="approved",
         decided_by=approver,
-        deadline_in_ms=locked.remaining_ms or 0,
+        deadline_in_ms=_working_ms(locked),
     )
+
+
+def _working_ms(locked: Locked) -> int:
+    """The time that a parked run had left, within its hard expiry, which did not pause."""
+    return min(locked.remaining_ms or 0, locked.expires_at - locked.now)
 
 
 def reject(locked: Locked, *, approver: str, comment: str) -> Ruling | None:
@@ -772,12 +795,14 @@ def answer(locked: Locked, *, text: str, author: str) -> Ruling | None:
     """Give the asked-for input and set the run going with the time that it had left."""
     if locked.state.status is not _S.AWAITING_INPUT:
         return None
+    if locked.now >= locked.expires_at:
+        return _parked_too_long(locked)
     events: list[TraceEvent] = []
     state = machine.resumed(locked.state, _E.ANSWERED, events)
     return Ruling(
         state=replace(state, told=Answered(text, author)),
         events=tuple(events),
-        deadline_in_ms=locked.remaining_ms or 0,
+        deadline_in_ms=_working_ms(locked),
     )
 
 
@@ -850,14 +875,14 @@ def _doubted(effect: Effect, now: int, trigger: Trigger) -> Effect:
         status=EffectStatus.UNKNOWN,
         doubt=Doubt.UNPROVEN,
         trigger=trigger,
-        unknown_since=now,
+        unknown_since=now if effect.unknown_since is None else effect.unknown_since,
         absences=0,
         next_query_at=first_query_at(now),
     )
 
 
 def _unsent_status(effect: Effect) -> EffectStatus:
-    unproven = effect.doubt is not Doubt.NONE
+    unproven = effect.doubt is Doubt.UNPROVEN
     return EffectStatus.UNKNOWN if unproven else EffectStatus.ABSENT
 
 
@@ -930,6 +955,7 @@ def _ended(
     """Explain a stop whose status moves were made by hand."""
     left = state.left.settled()
     state = replace(state, reason=reason, left=left)
+    machine.reopened(locked.state, reason, events)
     command = Stop(reason, detail or {})
     stopped = machine.stop_detail(state, command, category_of(reason), locked.left_ms)
     events.append(TraceEvent(trace.RUN_STOPPED, state.step, stopped))

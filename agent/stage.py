@@ -124,6 +124,9 @@ class Proposed:
     raw: object = None
     bound: bool = False
     overflow: bool = False  # the output budget cut it off
+    retryable: bool = False  # it failed for a reason that may pass
+    attempt: int = 0  # how many attempts of this round came before
+    output_bytes: int = 0  # produced by this attempt, as far as it was read
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,10 +201,16 @@ Event: TypeAlias = Proposed | Result | Verdict | ChildDone | Approved | Answered
 
 @dataclass(frozen=True, slots=True)
 class AskModel:
-    """Ask the named model for a proposal; these are the tools that it may choose from."""
+    """Ask the named model for a proposal; these are the tools that it may choose from.
+
+    With `attempt` > 0 it is a retry within the round: wait `after_ms`, pay for one more model call,
+    ask again.
+    """
 
     model: str
     tools: tuple[str, ...]
+    attempt: int = 0
+    after_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,11 +238,12 @@ class InvokeTool:
 @dataclass(frozen=True, slots=True)
 class Verify:
     """Check a claim or a postcondition independently; the shell finds the check at the stage's
-    path.
+    path and pays its price first.
     """
 
     claim: Json
     timeout_ms: int
+    cost_microusd: int = 0
 
 
 class ParkKind(StrEnum):
@@ -338,7 +348,7 @@ def executable(
         capability=f"{view.run.principal.subject}:{contract.name}",
         timeout_ms=min(contract.timeout_ms, view.limits.tool_ms),
         deadline_at=view.deadline_at,
-        intent_key=contract.intent(checked.model, view.run) if contract.intent else None,
+        intent_key=contract.intent_of(checked.model, view.run),
         approval=approval,
         fixed=fixed,
     )

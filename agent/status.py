@@ -139,6 +139,17 @@ class Category(StrEnum):
     HANDOFF = "handoff"
 
 
+class Termination(StrEnum):
+    """The kinds of condition that end the work on a run; each is a program's finding."""
+
+    COMPLETION = "completion"
+    UNRECOVERABLE_FAILURE = "unrecoverable-failure"
+    BUDGET = "budget"
+    NO_PROGRESS = "no-progress"  # or a loop: the same state or actions again and again
+    CANCELLATION = "cancellation"
+    HUMAN_TAKEOVER = "human-takeover"
+
+
 _S, _E = RunStatus, RunEvent
 
 _RESOLUTIONS: Final = {
@@ -240,7 +251,6 @@ TRANSITIONS: Final[Mapping[RunStatus, Mapping[RunEvent, RunStatus]]] = MappingPr
             _E.EFFECT_UNKNOWN: _S.RECONCILING,
             _E.PROVED_APPLIED_COMPENSATE: _S.RECONCILING,
             _E.PROVED_APPLIED_KEPT: _S.CANCELLED,
-            _E.NO_PROOF: _S.HANDED_OFF,
             _E.CONTRARY_EVIDENCE: _S.RECONCILING,
         },
         _S.HANDED_OFF: {
@@ -321,6 +331,27 @@ def next_status(run_id: str, status: RunStatus, event: RunEvent) -> RunStatus:
 def category_of(reason: Reason) -> Category:
     """Return the category that `run.stopped` shows for a reason."""
     return STOPS[reason][1]
+
+
+def _termination_of(reason: Reason) -> Termination:
+    if STOPS[reason][0] is RunEvent.REPETITION_FOUND:
+        return Termination.NO_PROGRESS
+    return {
+        Category.COMPLETION: Termination.COMPLETION,
+        Category.FAILURE: Termination.UNRECOVERABLE_FAILURE,
+        Category.BUDGET: Termination.BUDGET,
+        Category.CANCELLATION: Termination.CANCELLATION,
+        Category.HANDOFF: Termination.HUMAN_TAKEOVER,
+    }[category_of(reason)]
+
+
+#: The catalogue of termination conditions: every reason is of exactly one kind.
+CATALOGUE: Final[Mapping[Termination, tuple[Reason, ...]]] = MappingProxyType(
+    {
+        kind: tuple(reason for reason in Reason if _termination_of(reason) is kind)
+        for kind in Termination
+    }
+)
 
 
 def state_diagram() -> str:

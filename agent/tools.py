@@ -24,6 +24,8 @@ FOREVER: Final = 2**53
 SHORTEST_TIMEOUT_MS: Final = 5_000
 DEFAULT_SETTLE_MS: Final = 5_000
 DEFAULT_OUTPUT_BYTES: Final = 64_000
+#: An intent key is indexed: what names a business object and an action is short.
+MAX_INTENT_CHARACTERS: Final = 1_000
 
 
 class SideEffect(StrEnum):
@@ -242,6 +244,22 @@ class ToolContract:
                 ) from None
         return normal(value)
 
+    def intent_of(self, arguments: Arguments, run: RunFacts) -> str | None:
+        """Name the business intent of a call; None where the contract declares none.
+
+        Raises `InvalidDefinition` where the contract's function gives no text that can be stored.
+        """
+        if self.intent is None:
+            return None
+        key = self.intent(arguments, run)
+        if not isinstance(key, str) or not 0 < len(dumps(key)) - 2 <= MAX_INTENT_CHARACTERS:
+            raise InvalidDefinition(
+                self._title,
+                f"intent(arguments, run) must give 1 to {MAX_INTENT_CHARACTERS} ASCII characters"
+                " (one outside of ASCII counts as 6 or 12): name the object and the action",
+            )
+        return key
+
     def stable(self, value: Json) -> Json:
         """Return a value without the fields that the contract marks as volatile."""
         if self.volatile and isinstance(value, dict):
@@ -291,6 +309,15 @@ class Tool:
     def name(self) -> str:
         """The name that a model must give, compared exactly."""
         return self.contract.name
+
+
+def must_be_tool(title: str, tool: object) -> None:
+    """Refuse what is no declared tool, such as a bare function, with `InvalidDefinition`."""
+    if not isinstance(tool, Tool):
+        name = getattr(tool, "__name__", repr(tool))
+        raise InvalidDefinition(
+            title, f"{name!r} is no tool: declare its contract with fleet.tool(...)"
+        )
 
 
 def fingerprint(version: int, contract: ToolContract, arguments: Json) -> str:

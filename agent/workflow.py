@@ -39,8 +39,9 @@ class Workflow:
 
     `budget` (default: that of `task_type`) and `limits` apply to every run; a run may lower them,
     and raise them only with the permission `budget:raise`. `answer_within_ms` is the answer time
-    that the definition promises: a worst case beyond it is refused. `pauses` and `pause_ms` count
-    into it.
+    that the definition promises: a worst case beyond it is refused. That is every model call at its
+    limit, and between any two the longest pause that a loop's retry policy allows; tools take
+    their time from the same deadline.
     """
 
     name: str
@@ -52,8 +53,6 @@ class Workflow:
     input: type[BaseModel] | None = None
     answer: Callable[[RunFacts], Json] | None = None
     answer_within_ms: int | None = None
-    pauses: int = 0
-    pause_ms: int = 0
 
     def __post_init__(self) -> None:
         title = f"workflow {self.name!r}"
@@ -73,14 +72,9 @@ class Workflow:
         self._check_tools(title)
         self._check_confirmations(title)
         if self.answer_within_ms is not None:
-            budget = self.default_budget
-            worst = worst_case_ms(
-                model_calls=budget.model_calls,
-                model_ms=self.limits.model_ms,
-                pauses=self.pauses,
-                pause_ms=self.pause_ms,
+            must_answer_within(
+                title, worst_ms=self.worst_case_ms, required_ms=self.answer_within_ms
             )
-            must_answer_within(title, worst_ms=worst, required_ms=self.answer_within_ms)
 
     def _check_tools(self, title: str) -> None:
         seen: dict[str, Tool] = {}
@@ -107,6 +101,20 @@ class Workflow:
     def default_budget(self) -> Budget:
         """The limits of a run that names none of its own."""
         return self.budget if self.budget is not None else TASK_TYPES[self.task_type]
+
+    @property
+    def worst_case_ms(self) -> int:
+        """How long the model calls of a run and the pauses between them can take, in
+        milliseconds.
+        """
+        calls = self.default_budget.model_calls
+        retries = [s.retry for s in self.walk() if isinstance(s, AgentLoop) and s.retry]
+        return worst_case_ms(
+            model_calls=calls,
+            model_ms=self.limits.model_ms,
+            pauses=max(0, calls - 1),
+            pause_ms=max((retry.max_pause_ms for retry in retries), default=0),
+        )
 
     @property
     def children(self) -> Mapping[str, Stage]:

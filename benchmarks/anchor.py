@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import TracebackType
 
@@ -51,16 +51,11 @@ class Anchor:
         self._valkey = EmbeddedValkey(directory)
 
     def __enter__(self) -> Anchor:
-        self._family.keep(self._valkey)
+        self._family.keep(lambda: self._valkey)
         app.conf.broker_url = self._valkey.url
         for number in range(WORKERS):
             options = ["-P", "solo", "-c", "1", "--without-mingle", "--without-gossip"]
-            log = self._directory / f"anchor-{number}.log"
-            self._family.keep(
-                start_worker(
-                    "benchmarks.anchor:app", options, {URL: self._valkey.url}, number, log
-                )
-            )
+            self._family.keep(partial(start_worker, "benchmarks.anchor:app", options, {URL: self._valkey.url}, log=self._directory / f"anchor-{number}.log"))
         seen: set[bytes] = set()
         while len(seen) < WORKERS:  # until both are at work
             seen |= self._chains(runs=20, steps=2)

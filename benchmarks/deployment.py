@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,7 +17,7 @@ from handrail.ledger.database import Database
 from handrail.ledger.tables import METADATA
 from handrail.settings import Settings
 
-PATIENCE_S = 180
+PATIENCE_S = 120
 POLL_S = 0.02
 SEED_BATCH = 5_000
 
@@ -54,7 +55,7 @@ class Deployment:
         place = self._directory / secrets.token_hex(4)
         place.mkdir()
         valkey = EmbeddedValkey(place)
-        self._family.keep(valkey)
+        self._family.keep(lambda: valkey)
         settings = {
             "database_url": self._database_url,
             "broker_url": self._broker_url or valkey.url,
@@ -66,10 +67,7 @@ class Deployment:
         self.fleet.upgrade_database()
         environment = {f"HANDRAIL_{name.upper()}": value for name, value in settings.items()}
         for number in range(self._workers):
-            log = self._directory / f"worker-{number}.log"
-            self._family.keep(
-                start_worker("benchmarks.worker:app", [], environment, number, log)
-            )
+            self._family.keep(partial(start_worker, "benchmarks.worker:app", [], environment, log=self._directory / f"worker-{number}.log"))
         while len(self._holders()) < self._workers:  # until all are at work
             self.load(runs=20, steps=3)
         return self

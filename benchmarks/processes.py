@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
+import secrets
 import signal
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,10 +45,10 @@ class Family:
         self._stack = ExitStack()
         self._children: list[psutil.Process] = []
 
-    def keep(self, server: AbstractContextManager[_T]) -> _T:
+    def keep(self, start: Callable[[], AbstractContextManager[_T]]) -> _T:
         """Start something and count whatever processes that adds to ours."""
         before = set(psutil.Process().children())
-        started = self._stack.enter_context(server)
+        started = self._stack.enter_context(start())
         self._children += set(psutil.Process().children()) - before
         return started
 
@@ -70,12 +70,12 @@ class Family:
 
 
 def start_worker(
-    app: str, options: Sequence[str], environment: Mapping[str, str], number: int, log: Path
+    app: str, options: Sequence[str], environment: Mapping[str, str], *, log: Path
 ) -> KeptProcess:
     """Start a Celery worker that ends with us; it is not ready yet."""
     settings = [f"{name}={value}" for name, value in environment.items()]
     celery = [sys.executable, "-m", "celery", "-A", app, "worker", "-l", "WARNING"]
-    name = ["-n", f"bench-{os.getpid()}-{number}@localhost"]
+    name = ["-n", f"bench-{secrets.token_hex(4)}@localhost"]
     return KeptProcess(
         ["/usr/bin/env", *settings, *celery, *name, *options],
         directory=ROOT,

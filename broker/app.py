@@ -109,7 +109,7 @@ def make_app(
         handrail_drain_timeout_s=drain_timeout_s,
     )
     app.conf.update(_transport_settings(scheme, broker_url, key_prefix))
-
+    app.on_after_finalize.connect(_unregister_canvas, weak=False)
     return app
 
 

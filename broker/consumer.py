@@ -8,34 +8,53 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from celery.worker.consumer import Consumer
 from kombu import Connection
 
 from handrail.broker.refusals import REFUSALS
-from handrail.broker.verify import UnsafeConfiguration, verify_app, verify_server
+from handrail.broker.verify import (
+    UnsafeConfiguration,
+    UnsafeSetting,
+    verify_app,
+    verify_server,
+)
 
 logger = logging.getLogger("handrail.broker")
+
+AUTOSCALED: Final = UnsafeSetting(
+    code="pool",
+    setting="--autoscale",
+    found="given",
+    wanted="a fixed size",
+    next_step="Drop it: a worker would take more messages than it can run.",
+)
 
 
 class StepConsumer(Consumer):
     """The consumer of an app that `make_app` made. Raises `UnsafeConfiguration` at start-up."""
 
     connection_errors: tuple[type[Exception], ...]
+    controller: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         quiet = {"without_mingle": True, "without_gossip": True, "without_heartbeat": True}
         kwargs["worker_options"] = {**(kwargs.get("worker_options") or {}), **quiet}
         super().__init__(*args, **kwargs)
-        if unsafe := verify_app(self.app, pool=type(self.pool)):
+        unsafe = verify_app(self.app, pool=type(self.pool))
+        if getattr(self.controller, "autoscale", None):
+            unsafe.append(AUTOSCALED)
+        if unsafe:
             raise UnsafeConfiguration(tuple(unsafe))
 
     def connect(self) -> Connection:
-        """Connect, waiting for the broker as Celery does, and refuse one that evicts."""
+        """Connect, waiting for the broker as Celery does, and at first refuse one that evicts."""
         connection = super().connect()
-        if unsafe := verify_server(self.app):
-            raise UnsafeConfiguration(tuple(unsafe))
+        if self.restart_count == 0:
+            found = verify_server(self.app)
+            if unsafe := tuple(setting for setting in found if setting.code == "redis-evicts"):
+                raise UnsafeConfiguration(unsafe)
         return connection
 
     def create_task_handler(self, *args: Any, **kwargs: Any) -> Callable[[Any], None]:

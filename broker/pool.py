@@ -15,6 +15,7 @@ import asyncio
 import json
 import logging
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -177,13 +178,15 @@ class LoopPool(BasePool):
 
     def on_stop(self) -> None:
         """Celery consumes no more. Let the app put its steps in order, then wait, then cut off."""
-        drain = getattr(self.app, "handrail_drain", None)
+        until = time.monotonic() + self._drain_s
+        drain: Callable[[float], None] | None = getattr(self.app, "handrail_drain", None)
         if drain is not None:
             try:
                 drain(self._drain_s)
             except Exception as error:
                 log_crash("handrail_drain", error)
-        cut_off = asyncio.run_coroutine_threadsafe(self._finish(self._drain_s), self._loop).result()
+        left_s = max(0.0, until - time.monotonic())
+        cut_off = asyncio.run_coroutine_threadsafe(self._finish(left_s), self._loop).result()
         if cut_off:
             logger.warning("stopped with %d steps cut off; their leases run out", cut_off)
         self._executor.shutdown(cancel_futures=True)

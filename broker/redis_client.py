@@ -19,6 +19,12 @@ TIMEOUT_S: Final = 1.0
 REDIS_SCHEMES: Final = ("redis", "rediss", "redis+socket")
 
 
+def is_redis(app: Celery) -> bool:
+    """Whether an app's messages go through Redis, in whatever arrangement."""
+    url = app.conf.broker_write_url or app.conf.broker_url
+    return urlsplit(url if isinstance(url, str) else url[0]).scheme in (*REDIS_SCHEMES, "sentinel")
+
+
 def redis_url(app: Celery) -> str | None:
     """The address of an app's one Redis server; None for any other broker, and for several."""
     url = app.conf.broker_write_url or app.conf.broker_url
@@ -35,25 +41,16 @@ def redis_client(url: str, *, timeout_s: float = TIMEOUT_S, **options: Any) -> r
     """
     parts = urlsplit(url)
     query = dict(parse_qsl(parts.query))
+    over_tcp = {"socket_connect_timeout": timeout_s, "socket_keepalive": True}
     if parts.scheme == "redis+socket":
         # What Celery calls redis+socket:///path?virtual_host=1, redis-py calls unix:///path?db=1.
         database = query.pop("virtual_host", "0")
-        url = urlunsplit(("unix", parts.netloc, parts.path, urlencode({"db": database}), ""))
+        url, over_tcp = f"unix://{parts.netloc}{parts.path}?db={database}", {}
     elif "ssl_cert_reqs" in query:
         options["ssl_cert_reqs"] = parse_ssl_cert_reqs(query.pop("ssl_cert_reqs"))
         url = urlunsplit(parts._replace(query=urlencode(query)))
-    pool = redis.ConnectionPool.from_url(
-        url,
-        **{
-            "protocol": 2,
-            "retry": Retry(NoBackoff(), 0),
-            "socket_timeout": timeout_s,
-            "socket_connect_timeout": timeout_s,
-            "socket_keepalive": True,
-            "health_check_interval": 0,
-            **options,
-        },
-    )
+    sending_once = {"protocol": 2, "retry": Retry(NoBackoff(), 0), "socket_timeout": timeout_s}
+    pool = redis.ConnectionPool.from_url(url, **{**sending_once, **over_tcp, **options})
     return redis.Redis.from_pool(pool)
 
 

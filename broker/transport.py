@@ -17,7 +17,6 @@ from redis.retry import Retry
 
 from handrail.broker.refusals import REFUSALS
 
-
 # What a broken connection raises, and an empty queue: Celery knows what to do. Without KeyError,
 # which kombu counts among them, so that a message without a key makes a worker reconnect.
 CELERYS_OWN: Final[tuple[type[Exception], ...]] = (

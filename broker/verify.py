@@ -16,7 +16,7 @@ from celery.concurrency import get_implementation
 
 from handrail.agent.errors import BadInput
 from handrail.broker.pool import LoopPool, LoopTask
-from handrail.broker.redis_client import redis_client, redis_url, ssl_options
+from handrail.broker.redis_client import is_redis, redis_client, redis_url, ssl_options
 
 VERIFY_TIMEOUT_S: Final = 1.5  # connecting and asking together stay below 2 s on a local network
 CANVAS_TASKS: Final = (
@@ -128,7 +128,7 @@ def verify_app(app: Celery, *, pool: type | str | None = None) -> list[UnsafeSet
 
     `pool` is the pool that a worker really uses, where it is known: `-P` overrides the setting.
     """
-    rules = _RULES + (_REDIS_RULES if redis_url(app) else ())
+    rules = _RULES + (_REDIS_RULES if is_redis(app) else ())
     found = [
         UnsafeSetting(rule.code, rule.setting, repr(value), rule.wanted, rule.next_step)
         for rule in rules
@@ -200,7 +200,7 @@ def _unsafe_tasks(app: Celery) -> Iterator[UnsafeSetting]:
                 if (value := getattr(task, attribute, wanted)) != wanted:
                     setting = f"task {name}: {attribute}"
                     yield UnsafeSetting(code, setting, repr(value), repr(wanted), _KEEP)
-        elif task.acks_late and redis_url(app):
+        elif task.acks_late and is_redis(app):
             yield UnsafeSetting(
                 "late-ack",
                 f"task {name}: acks_late",

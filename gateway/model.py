@@ -7,7 +7,7 @@ comes out of `fold` is untrusted and is parsed by the core like any other input.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from inspect import isawaitable
 from typing import Any, Final, Protocol, TypeAlias
@@ -101,7 +101,22 @@ class ModelGateway(Protocol):
 
 
 class ModelBroke(Exception):
-    """The stream ended without `Stop`, or the provider failed: a failure, not an answer."""
+    """The stream ended without `Stop`, or the provider failed: a failure, not an answer.
+
+    `retryable`: the same request may succeed later (rate limiting, overload), which the program
+    decides and pays for. A refused request, key or content is not.
+    """
+
+    def __init__(self, problem: str = "the model failed", *, retryable: bool = False) -> None:
+        super().__init__(problem)
+        self.retryable = retryable
+
+
+def may_pass(error: BaseException | None) -> bool:
+    """Whether a model call that ended with this error may succeed when it is made again."""
+    if isinstance(error, ModelBroke):
+        return error.retryable
+    return isinstance(error, ConnectionError | TimeoutError)
 
 
 class OutputOverflow(Exception):
@@ -123,14 +138,35 @@ class Folded:
     calls: list[ToolCall] = field(default_factory=list)
 
 
-async def fold(events: AsyncIterator[ModelEvent], *, output_bytes_left: int) -> Folded:
-    """Read a stream to its end and fold it into one raw proposal.
+async def fold(
+    events: AsyncIterator[ModelEvent], *, output_bytes_left: int, into: Folded | None = None
+) -> Folded:
+    """Read a stream to its end and fold it into one raw proposal; whatever happens, it is closed.
 
     Several tool calls in one answer give a list, which is no valid proposal. A final text is a
-    claim of completion. Raises `ModelBroke` where the stream breaks off, `OutputOverflow` beyond
-    the bytes left.
+    claim of completion. `into` holds what was read so far, also where the call fails. Raises
+    `ModelBroke` where the stream breaks off, `OutputOverflow` beyond the bytes left.
     """
-    folded = Folded()
+    folded = Folded() if into is None else into
+    try:
+        stopped = await _read(events, folded, output_bytes_left)
+    finally:
+        if isinstance(events, AsyncGenerator):
+            await events.aclose()
+    if not stopped:
+        raise ModelBroke("the stream broke off", retryable=True)
+    proposals = [_proposal(call) for call in folded.calls]
+    if len(proposals) == 1:
+        folded.raw = proposals[0]
+    elif proposals:
+        folded.raw = proposals
+    else:
+        folded.raw = {"kind": "complete", "answer": "".join(folded.text)}
+    return folded
+
+
+async def _read(events: AsyncIterator[ModelEvent], folded: Folded, output_bytes_left: int) -> bool:
+    """Read all events; whether the stream said that it is complete."""
     stopped = False
     async for event in events:
         match event:
@@ -151,16 +187,7 @@ async def fold(events: AsyncIterator[ModelEvent], *, output_bytes_left: int) -> 
                 folded.usage = event
             case Stop():
                 stopped = True
-    if not stopped:
-        raise ModelBroke("the stream broke off")
-    proposals = [_proposal(call) for call in folded.calls]
-    if len(proposals) == 1:
-        folded.raw = proposals[0]
-    elif proposals:
-        folded.raw = proposals
-    else:
-        folded.raw = {"kind": "complete", "answer": "".join(folded.text)}
-    return folded
+    return stopped
 
 
 def _proposal(call: ToolCall) -> Any:

@@ -12,29 +12,63 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from handrail.agent.budget import Budget
+    from handrail.agent.errors import ToolRefused, ToolUnclear
+    from handrail.agent.fixed import Deny, Done, HandOff, Proceed
+    from handrail.agent.stage import Action, Checked
+    from handrail.agent.status import Reason
+    from handrail.agent.tools import FOREVER, Permit, Principal, RunFacts
     from handrail.agent.workflow import AgentLoop, Check, Commit, Confirm, Read, Verify, Workflow
     from handrail.fleet import Fleet
+    from handrail.tasks.calls import ToolCall
 
 __all__ = [
+    "FOREVER",
+    "Action",
     "AgentLoop",
     "Budget",
     "Check",
+    "Checked",
     "Commit",
     "Confirm",
+    "Deny",
+    "Done",
     "Fleet",
+    "HandOff",
+    "Permit",
+    "Principal",
+    "Proceed",
     "Read",
+    "Reason",
+    "RunFacts",
+    "ToolCall",
+    "ToolRefused",
+    "ToolUnclear",
     "Verify",
     "Workflow",
 ]
 
 _HOME = {
+    "FOREVER": "handrail.agent.tools",
+    "Action": "handrail.agent.stage",
     "AgentLoop": "handrail.agent.workflow",
     "Budget": "handrail.agent.budget",
     "Check": "handrail.agent.workflow",
+    "Checked": "handrail.agent.stage",
     "Commit": "handrail.agent.workflow",
     "Confirm": "handrail.agent.workflow",
+    "Deny": "handrail.agent.fixed",
+    "Done": "handrail.agent.fixed",
     "Fleet": "handrail.fleet",
+    "HandOff": "handrail.agent.fixed",
+    "Permit": "handrail.agent.tools",
+    "Principal": "handrail.agent.tools",
+    "Proceed": "handrail.agent.fixed",
     "Read": "handrail.agent.workflow",
+    "Reason": "handrail.agent.status",
+    "RunFacts": "handrail.agent.tools",
+    "ToolCall": "handrail.tasks.calls",
+    "ToolRefused": "handrail.agent.errors",
+    "ToolUnclear": "handrail.agent.errors",
     "Verify": "handrail.agent.workflow",
     "Workflow": "handrail.agent.workflow",
 }

@@ -15,6 +15,7 @@ import re
 import secrets
 import sys
 import time
+import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,20 +23,33 @@ from functools import cached_property
 from typing import Any, ClassVar, Final
 
 from celery import Celery
-from celery.signals import worker_process_shutdown, worker_ready, worker_shutdown
+from celery.signals import worker_init, worker_process_shutdown, worker_ready, worker_shutdown
+from kombu.utils.url import maybe_sanitize_url
 from pydantic import BaseModel, ValidationError
 
 from handrail.agent import machine, protocol
 from handrail.agent.budget import Budget, BudgetLeft, CallLimits, Phase
 from handrail.agent.canonical import Json, canonical, normal
-from handrail.agent.errors import BadInput, HandrailError, InvalidBudget, InvalidDefinition
+from handrail.agent.errors import (
+    BadInput,
+    HandrailError,
+    InvalidBudget,
+    InvalidDefinition,
+    TryLater,
+)
 from handrail.agent.loop import AgentLoop
 from handrail.agent.machine import RunState
 from handrail.agent.protocol import Locked, Ruling
 from handrail.agent.tools import Approval, Guarantee, Principal, SideEffect, Tool, ToolContract
 from handrail.agent.trace import TraceEvent
 from handrail.agent.workflow import Workflow
-from handrail.broker.app import make_app, register_step, verify_app, verify_redis
+from handrail.broker.app import (
+    make_app,
+    register_step,
+    verify_app,
+    verify_redis,
+    verify_server,
+)
 from handrail.broker.loop import shared_loop
 from handrail.broker.message import StepMessage
 from handrail.broker.publish import Publisher, PublishFailed
@@ -46,6 +60,7 @@ from handrail.ledger import migrate
 from handrail.ledger.errors import NothingToApprove, UnknownRun
 from handrail.ledger.ledger import Ledger, NewRun, Ruled
 from handrail.ledger.lock import IntentLock, LocalLock, RedisLock
+from handrail.ledger.rows import escaped
 from handrail.reconciler.sweep import Reconciler
 from handrail.runs import Run, run_of
 from handrail.settings import Settings
@@ -58,6 +73,7 @@ SWEEP_TASK: Final = "handrail.reconcile.sweep"
 _RUN_ID: Final = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
 _NAME: Final = re.compile(r"[A-Za-z0-9_.:@-]{1,128}\Z")
 _MAX_GOAL: Final = 20_000
+_MAX_DEDUPE_KEY: Final = 1_000  # it is indexed
 _MAX_INPUT: Final = 256_000
 
 
@@ -103,6 +119,21 @@ class NoBroker(BadInput):
 
 
 @dataclass(eq=False)
+class BrokerUnreachable(TryLater):
+    """The broker, or the server of the intent lock, does not answer; nothing was started."""
+
+    code: ClassVar[str] = "broker-unreachable"
+    address: str
+    problem: str
+
+    def __str__(self) -> str:
+        return (
+            f"the broker at {self.address} does not answer ({self.problem}): start it, or correct"
+            " HANDRAIL_BROKER_URL"
+        )
+
+
+@dataclass(eq=False)
 class StillRunning(HandrailError):
     """The run did not rest within the time that was waited."""
 
@@ -137,6 +168,7 @@ class Fleet:
         self._latest: dict[str, Workflow] = {}
         self.models: dict[str, ModelGateway] = {}
         self._tools: dict[str, Tool] = {}
+        self._driving: list[Runtime] = []  # of runs that are driven in this process
         _let_celery_find(sys._getframe(1).f_globals)
 
     @cached_property
@@ -171,9 +203,9 @@ class Fleet:
             )
 
         def declare(function: Callable[..., Any]) -> Tool:
-            found = _models_of(function)
-            options = {**found, **_enums(contract), "can_query": query is not None}
             title = name or function.__name__
+            found = _models_of(title, function, sys._getframe(1).f_locals, given=contract)
+            options = {**found, **_enums(contract), "can_query": query is not None}
             try:
                 declared = ToolContract(
                     name=title,
@@ -278,9 +310,13 @@ class Fleet:
         if not isinstance(run_id, str) or not _RUN_ID.match(run_id):
             raise InvalidRun("run_id", "give 1 to 64 letters, digits, '_' or '-'")
         if dedupe_key is not None and not (
-            isinstance(dedupe_key, str) and 0 < len(dedupe_key) <= 512
+            isinstance(dedupe_key, str) and 0 < len(escaped(dedupe_key)) <= _MAX_DEDUPE_KEY
         ):
-            raise InvalidRun("dedupe_key", "give a text of 1 to 512 characters")
+            raise InvalidRun(
+                "dedupe_key",
+                f"give a text of 1 to {_MAX_DEDUPE_KEY} ASCII characters"
+                " (one outside of ASCII counts as 6 or 12)",
+            )
         chosen = self._budget(workflow, budget, who)
         calls = _limits(workflow, limits)
         state = RunState(
@@ -389,8 +425,11 @@ class Fleet:
         outcome of a write is not known yet. A run that has ended is returned as it is.
         """
         self.ledger.rule(_id(run_id), protocol.cancel)
-        self._signal(_id(run_id))
-        return self.get(run_id)
+        run = self.get(run_id)  # before anybody is told: what is in flight is still in flight
+        self._signal(run.run_id)
+        for runtime in tuple(self._driving):
+            runtime.cancel_signalled(run.run_id)
+        return run
 
     def approve(self, run: str | Run, *, approver: str = "operator") -> Run:
         """Agree to the exact action that a run is parked with; it goes on with the time it had
@@ -414,6 +453,8 @@ class Fleet:
         ruled = self.ledger.rule(_id(run), decide)
         if ruled.ruling is None:
             raise NothingToApprove(_id(run), ruled.locked.state.status.value)
+        if ruled.ruling.approval_status == "expired":  # it was too late for that
+            raise NothingToApprove(_id(run), ruled.ruling.state.status.value)
         self._send(ruled)
         return self.get(run)
 
@@ -442,6 +483,7 @@ class Fleet:
         queue: list[StepMessage] = []
         runtime = self.make_runtime(publish=queue.extend, lock=LocalLock())
         reconciler = self.make_reconciler(publish=queue.extend)
+        self._driving.append(runtime)
         try:
             while True:
                 while queue:
@@ -457,16 +499,20 @@ class Fleet:
                 elif not reconciler.sweep():
                     time.sleep(0.02)
         finally:
+            self._driving.remove(runtime)
             runtime.close()
 
     # ---- parts -----------------------------------------------------------------------------------
 
     @cached_property
     def ledger(self) -> Ledger:
-        """The ledger, checked to be migrated. Raises `NotMigrated`, `DatabaseUnavailable`."""
+        """The ledger, checked to be migrated. Raises `NotMigrated`, `DatabaseUnavailable`.
+
+        The embedded default, a file of our own in `home`, is made and migrated when it is first used.
+        """
         url = self.settings.database
-        if url.startswith("sqlite") and not self.settings.database_url:
-            self.settings.home.mkdir(parents=True, exist_ok=True)
+        if not self.settings.database_url:
+            self.upgrade_database()
         ledger = Ledger(url, lease_ms=self.settings.lease_ms, clock=self._clock)
         if ledger.database.in_memory:
             migrate.create_all(ledger.database)
@@ -495,7 +541,12 @@ class Fleet:
             pool=pool,
         )
         register_step(app, self._handle)
-        app.task(name=SWEEP_TASK, ignore_result=True, max_retries=0)(self._sweep)
+
+        def sweep() -> None:  # not the method: Celery counts its `self` among a message's arguments
+            self._sweep()
+
+        # Not shared: every other Celery app of the process, the host's too, would get this sweep.
+        app.task(name=SWEEP_TASK, ignore_result=True, max_retries=0, shared=False)(sweep)
         app.conf.beat_schedule = {
             "handrail-sweep": {
                 "task": SWEEP_TASK,
@@ -504,6 +555,7 @@ class Fleet:
             }
         }
         setattr(app, "handrail_drain", self._drain)  # noqa: B010  # the pool's hook; no attribute of Celery
+        worker_init.connect(self._on_worker_init, weak=False)
         worker_ready.connect(self._on_worker_ready, weak=False)
         worker_shutdown.connect(self._on_worker_shutdown, weak=False)
         worker_process_shutdown.connect(self._on_worker_shutdown, weak=False)
@@ -514,12 +566,16 @@ class Fleet:
         it finds.
         """
         self.ledger.now()
-        if self.settings.broker_url:
-            found = [*verify_app(self.celery)] if worker else []
-            if found:
-                raise UnsafeConfiguration(tuple(found))
-            if self.settings.redis:
-                verify_redis(self.settings.redis)
+        if not self.settings.broker_url:
+            return
+        found = [*(verify_app(self.celery) if worker else []), *verify_server(self.celery)]
+        if self.settings.redis_url:  # the lock's own server
+            found += verify_redis(self.settings.redis_url)
+        if found and all(setting.code == "broker-unreachable" for setting in found):
+            address = maybe_sanitize_url(self.settings.broker_url)  # without its password
+            raise BrokerUnreachable(address, found[0].found)
+        if found:
+            raise UnsafeConfiguration(tuple(found))
 
     def make_runtime(
         self, *, publish: Callable[[Sequence[StepMessage]], object], lock: IntentLock | None = None
@@ -582,7 +638,7 @@ class Fleet:
         try:
             self._publisher.publish(messages)
         except PublishFailed as error:
-            log.warning("%s; the sweep publishes it later", error)
+            log.warning("[%s] %s", error.code, error)
 
     def _signal(self, run_id: str) -> None:
         if self.settings.redis:
@@ -599,6 +655,13 @@ class Fleet:
 
     def _drain(self, timeout_s: float) -> None:
         self._runtime.drain(timeout_s)
+
+    def _on_worker_init(self, **_: object) -> None:
+        """Refuse to start without a ledger; after any other exception Celery would go on."""
+        try:
+            self.ledger.now()
+        except HandrailError as error:
+            raise SystemExit(f"error[{error.code}]: {error}") from None
 
     def _on_worker_ready(self, **_: object) -> None:
         runtime = self._runtime
@@ -663,22 +726,40 @@ def _id(run: str | Run) -> str:
     return run.run_id if isinstance(run, Run) else run
 
 
-def _models_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Take a tool's input and output models from its annotations."""
-    try:
-        hints = typing.get_type_hints(function)
-    except Exception:
-        hints = {}
-    parameters = list(inspect.signature(function).parameters)
-    found = {
-        "input": hints.get(parameters[0]) if parameters else None,
-        "output": hints.get("return"),
+def _models_of(
+    title: str,
+    function: Callable[..., Any],
+    names: Mapping[str, Any],
+    *,
+    given: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Take a tool's input and output models from its annotations; `names` are those of its scope.
+
+    An annotation that cannot be read is refused: without its model nothing would be validated.
+    """
+    signature = inspect.signature(function)
+    first = next(iter(signature.parameters.values()), None)
+    annotated = {
+        "input": first.annotation if first is not None else None,
+        "output": signature.return_annotation,
     }
-    return {
-        name: model
-        for name, model in found.items()
-        if isinstance(model, type) and issubclass(model, BaseModel)
-    }
+    scope = {**getattr(inspect.unwrap(function), "__globals__", {}), **names}
+    found: dict[str, Any] = {}
+    for role, annotation in annotated.items():
+        if role in given or annotation is inspect.Signature.empty:
+            continue
+        holder = types.SimpleNamespace(__annotations__={role: annotation})
+        try:
+            model = typing.get_type_hints(holder, scope)[role]
+        except Exception as error:
+            raise InvalidDefinition(
+                f"tool {title!r}",
+                f"its annotation {annotation!r} cannot be read here ({error}): define the model"
+                f" before the tool, or give {role}=",
+            ) from None
+        if isinstance(model, type) and issubclass(model, BaseModel):
+            found[role] = model
+    return found
 
 
 def _enums(contract: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -32,8 +32,9 @@ class KeptProcess:
     """A running command that ends with us. `close`, or leaving the context, stops it and waits.
 
     `directory` is its working directory, `log` the file its output is appended to, `stop_signal`
-    what stops it. `user` is the numeric user id (and group id) it runs under, which only root may
-    give; `remove` names a directory that the keeper deletes at the end, even when we were killed.
+    what stops it, `environment` its variables (None: ours). `user` is the numeric user id (and
+    group id) it runs under, which only root may give; `remove` names a directory that the keeper
+    deletes at the end, even when we were killed.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class KeptProcess:
         stop_signal: signal.Signals = signal.SIGKILL,
         user: int | None = None,
         remove: Path | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         order = {
             "command": [str(part) for part in command],
@@ -59,6 +61,7 @@ class KeptProcess:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=directory,
+                env=None if environment is None else dict(environment),
                 start_new_session=True,  # Ctrl-C in a terminal is ours: we stop the server last
             )
 
@@ -66,10 +69,14 @@ class KeptProcess:
         """Say whether the server is still up; its keeper ends with it."""
         return self._keeper.poll() is None
 
-    def close(self) -> None:
-        """Stop the server and wait until it is gone. Doing so twice is harmless."""
+    def stop(self) -> None:
+        """Tell the server to stop, and do not wait for it: `close` does."""
         assert self._keeper.stdin is not None
         self._keeper.stdin.close()
+
+    def close(self) -> None:
+        """Stop the server and wait until it is gone. Doing so twice is harmless."""
+        self.stop()
         try:
             self._keeper.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:

@@ -200,7 +200,12 @@ class Database:
             **{k: v for k, v in self.url.query.items() if isinstance(v, str)},
         }
         try:
-            connection = psycopg.connect(autocommit=True, row_factory=dict_row, **parameters)
+            connection = psycopg.connect(
+                autocommit=True,
+                cursor_factory=psycopg.RawCursor,  # the server's own $1: nothing to parse each time
+                row_factory=dict_row,
+                **parameters,
+            )
             connection.execute(f"SET statement_timeout = {_STATEMENT_TIMEOUT_MS}")
             connection.execute(f"SET lock_timeout = {_STATEMENT_TIMEOUT_MS}")
         except psycopg.Error as error:
@@ -211,8 +216,10 @@ class Database:
         self, connection: Any, sql: str, params: Mapping[str, Any]
     ) -> list[dict[str, Any]]:
         if self.postgres:
-            cursor = connection.execute(_psycopg(sql), params)
-            return cursor.fetchall() if cursor.description else []
+            numbered, names = _numbered(sql)
+            cursor = connection.execute(numbered, [params[name] for name in names])
+            # Not `cursor.description`, which describes every column at length.
+            return cursor.fetchall() if cursor.pgresult.nfields else []
         cursor = connection.execute(sql, params)
         rows = cursor.fetchall() if cursor.description else []
         return [dict(row) for row in rows]
@@ -269,8 +276,14 @@ PG_NOW: Final = "(extract(epoch FROM clock_timestamp()) * 1000)::bigint"
 
 
 @lru_cache(maxsize=512)
-def _psycopg(sql: str) -> str:
-    return _PARAMETER.sub(r"%(\1)s", sql.replace("%", "%%"))
+def _numbered(sql: str) -> tuple[bytes, tuple[str, ...]]:
+    """Write a statement with PostgreSQL's numbered parameters, and name them in order."""
+    names: dict[str, int] = {}
+
+    def number(found: re.Match[str]) -> str:
+        return f"${names.setdefault(found[1], len(names) + 1)}"
+
+    return _PARAMETER.sub(number, sql).encode(), tuple(names)
 
 
 def _use_wal(connection: sqlite3.Connection) -> None:

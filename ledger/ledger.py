@@ -10,13 +10,21 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
 from handrail.agent.budget import Budget, BudgetLeft, CallLimits, Phase
 from handrail.agent.canonical import Json, canonical, dumps
-from handrail.agent.effects import Doubt, Effect, EffectStatus, Terms, upstream_key
+from handrail.agent.effects import (
+    EFFECT_MOVES,
+    Doubt,
+    Effect,
+    EffectStatus,
+    Terms,
+    upstream_key,
+)
+from handrail.agent.errors import InvariantBroken
 from handrail.agent.machine import RunState
 from handrail.agent.protocol import Locked, Ruling
 from handrail.agent.stage import InvokeTool, Park, ParkKind
@@ -74,6 +82,20 @@ class Claim:
     def remaining_ms(self) -> int:
         """Working time that was left when the claim was granted."""
         return 0 if self.deadline_at is None else self.deadline_at - self.now
+
+    def holds(self, row: Row) -> bool:
+        """Whether the run's row is still this claim's to write, and no cancel is wished."""
+        mine: bool = row["claim_id"] == self.claim_id and row["epoch"] == self.epoch
+        return mine and row["lease_until"] is not None and row["cancel_requested_at"] is None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A write that is to be recorded before it is sent, by the holder of a claim alone."""
+
+    claim: Claim
+    command: InvokeTool
+    terms: Terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +196,7 @@ class Ledger:
     def _insert(self, tx: Session, new: NewRun) -> Inserted:
         now = self._time(tx)
         left = new.state.left
+        working_ms = min(new.budget.deadline_ms, new.budget.expires_ms)
         columns = {
             "id": new.run_id,
             "tenant": new.tenant,
@@ -191,7 +214,7 @@ class Ledger:
             "traced_status": new.state.status.value,
             "due_at": now,
             "wake_at": now + statements.REPUBLISH_MS,
-            "deadline_at": now + new.budget.deadline_ms,
+            "deadline_at": now + working_ms,
             "expires_at": now + new.budget.expires_ms,
             "phase": new.phase.value,
             **_left_columns(left),
@@ -217,8 +240,8 @@ class Ledger:
             new.run_id,
             new.state.step,
             0,
-            now + new.budget.deadline_ms,
-            new.budget.deadline_ms,
+            now + working_ms,
+            working_ms,
             _snapshot(columns),
             new.traceparent,
         )
@@ -304,13 +327,13 @@ class Ledger:
         if not simple or ruling.effect is not None or ruling.charges_tool is not None:
             return self._commit_by_rule(claim, ruling, phase, output_bytes)
         due = state.status in CLAIMABLE
-        moves = _untraced(claim.state.status, claim.status, claim.state.step)
-        ruling = replace(ruling, events=(*moves, *ruling.events))
+        if moves := _untraced(claim.state.status, claim.status, claim.state.step):
+            ruling = replace(ruling, events=(*moves, *ruling.events))
         params = self._commit_params(claim, ruling, phase, output_bytes)
         try:
             rows = self._commit_once(params, ruling, due=due)
         except ConnectionLost:
-            if self.written(claim.run_id, claim.claim_id, claim.trace_seq):
+            if self._ended(claim):
                 rows = [{"now": self.now()}]
             else:
                 rows = self._commit_once(params, ruling, due=due)
@@ -338,18 +361,20 @@ class Ledger:
     ) -> list[dict[str, Any]]:
         if self._postgres:
             sql = statements.commit_in_one(
-                due=due, observes=ruling.observation is not None, outputs=len(ruling.outputs)
+                due=due,
+                traces=bool(ruling.events),
+                observes=ruling.observation is not None,
+                outputs=len(ruling.outputs),
             )
             return self.database.run(sql, params)
         with self.database.transaction() as tx:
             params = self._timed(params)
             rows = tx.run(statements.commit_run(False, due=due), params)
             if rows:
-                run_id, version = params["id"], ruling.state.state_version
-                self._trace(
-                    tx, run_id, params["seq"], ruling.events, params["claim_id"], params["now"]
-                )
-                self._facts(tx, run_id, ruling, version)
+                run_id, writer = params["id"], params["claim_id"]
+                if ruling.events:
+                    tx.run(statements.INSERT_TRACE, params | {"run_id": run_id, "writer": writer})
+                self._facts(tx, run_id, ruling, ruling.state.state_version)
             return rows
 
     def _commit_params(
@@ -372,7 +397,7 @@ class Ledger:
         }
         if ruling.observation is not None:
             params |= {
-                "source": ruling.observation.source,
+                "source": escaped(ruling.observation.source),
                 "text": escaped(ruling.observation.text),
                 "digest": ruling.observation.digest,
             }
@@ -405,6 +430,30 @@ class Ledger:
         )
         return bool(rows)
 
+    def charge_more(self, claim: Claim, model_calls: int, cost_microusd: int) -> bool:
+        """Charge what one more call under a claim costs, before the call: a retry of a model call,
+        a verification that has a price.
+
+        False where nothing was charged: the claim was fenced off, a cancel is wished, or it is not
+        left.
+        """
+        rows = self.database.run(
+            "UPDATE handrail_run SET model_calls_left = model_calls_left - :model_calls,"
+            " cost_microusd_left = cost_microusd_left - :cost_microusd"
+            " WHERE id = :run_id AND claim_id = :claim_id AND epoch = :epoch"
+            " AND lease_until IS NOT NULL AND cancel_requested_at IS NULL"
+            " AND model_calls_left >= :model_calls AND cost_microusd_left >= :cost_microusd"
+            " RETURNING id",
+            {
+                "run_id": claim.run_id,
+                "claim_id": claim.claim_id,
+                "epoch": claim.epoch,
+                "model_calls": model_calls,
+                "cost_microusd": cost_microusd,
+            },
+        )
+        return bool(rows)
+
     def charge_tool(self, claim: Claim, tool: str) -> bool:
         """Charge a call against a tool's own limit, before the call; False where none is left.
 
@@ -425,11 +474,11 @@ class Ledger:
         )
         return bool(rows)
 
-    def renew(self, held: Sequence[tuple[str, str, int]], holder: str) -> dict[str, bool]:
+    def renew(self, held: Sequence[tuple[str, str, int]]) -> dict[str, bool]:
         """Renew the leases of all steps of a process in one statement.
 
-        `held` has (run id, claim id, no later than this instant). Returns the runs still held, each
-        with whether a cancel is wished; a run that is missing is lost.
+        `held` has (run id, claim id, no later than this instant). Returns the claims still held,
+        each with whether a cancel is wished; a claim that is missing is lost.
         """
         if not held:
             return {}
@@ -442,7 +491,7 @@ class Ledger:
             params["held"] = json.dumps(list(held))
             sql = statements.RENEW_SQLITE
         rows = self.database.run(sql, self._timed(params))
-        return {row["id"]: row["cancel_requested_at"] is not None for row in rows}
+        return {row["claim_id"]: row["cancel_requested_at"] is not None for row in rows}
 
     def give_back(
         self, claims: Sequence[str], *, unused: Sequence[str], holder: str
@@ -467,7 +516,7 @@ class Ledger:
         *,
         phase: Callable[[RunState], Phase] | None = None,
         output_bytes: int = 0,
-        plan: tuple[InvokeTool, Terms] | None = None,
+        plan: Plan | None = None,
         effect_id: str | None = None,
         known_digest: str | None = None,
     ) -> Ruled:
@@ -475,7 +524,8 @@ class Ledger:
 
         Locks the run row first, then the effect, as every transaction on both does. `plan` inserts
         the effect of a command's intent, or finds it, before the decision; `effect_id` locks one
-        that is perhaps no longer the run's latest. Raises `UnknownRun`.
+        that is perhaps no longer the run's latest. Raises `UnknownRun`, and `DatabaseUnavailable`
+        where the connection broke several times in a row.
         """
         writer = self._new_id()
         made: list[Ruled] = []
@@ -483,6 +533,8 @@ class Ledger:
         def transact() -> Ruled:
             with self.database.transaction() as tx:
                 locked, row = self._lock(tx, run_id, plan, effect_id, known_digest)
+                if made and self._wrote(tx, run_id, writer):
+                    return made[0]  # only the answer to our COMMIT was lost
                 ruling = decide(locked)
                 done = Ruled(locked, ruling, None)
                 if ruling is not None:
@@ -491,32 +543,35 @@ class Ledger:
                 made[:] = [done]
                 return done
 
-        for _ in range(TRIES):
-            try:
-                return transact()
-            except ConnectionLost:
-                # The answer to our COMMIT may be what was lost: read it back before deciding anew.
-                if made and made[0].ruling is not None and self.written(run_id, writer):
-                    return made[0]
-        raise DatabaseUnavailable("the connection broke several times in a row")
+        return self._again(transact)
 
-    def written(self, run_id: str, writer: str, seq: int | None = None) -> bool:
-        """Whether a writer's events are in the trace: how a commit whose answer was lost is
-        found.
+    def _wrote(self, tx: Session, run_id: str, writer: str) -> bool:
+        """Whether a writer's ruling is there: asked under the lock of its run, for which a commit
+        that is still under way is waited for.
         """
+        found = tx.run(
+            "SELECT 1 AS found FROM handrail_trace WHERE run_id = :run_id AND writer = :writer"
+            " UNION ALL SELECT 1 FROM handrail_evidence WHERE id = :writer",
+            {"run_id": run_id, "writer": writer},
+        )
+        return bool(found)
+
+    def _ended(self, claim: Claim) -> bool:
+        """Whether a claim's commit is in the trace: how one whose answer was lost is found."""
         rows = self._again(
             lambda: self.database.run(
-                "SELECT seq FROM handrail_trace WHERE run_id = :run_id AND writer = :writer",
-                {"run_id": run_id, "writer": writer},
+                "SELECT 1 AS found FROM handrail_trace"
+                " WHERE run_id = :run_id AND seq = :seq AND writer = :writer",
+                {"run_id": claim.run_id, "seq": claim.trace_seq, "writer": claim.claim_id},
             )
         )
-        return any(seq is None or row["seq"] == seq for row in rows)
+        return bool(rows)
 
     def _lock(
         self,
         tx: Session,
         run_id: str,
-        plan: tuple[InvokeTool, Terms] | None,
+        plan: Plan | None,
         effect_id: str | None,
         known_digest: str | None,
     ) -> tuple[Locked, dict[str, Any]]:
@@ -524,8 +579,8 @@ class Ledger:
         if not rows:
             raise UnknownRun(run_id)
         row = rows[0]
-        if plan is not None:
-            row["effect_id"] = self._plan(tx, row, *plan)
+        if plan is not None and plan.claim.holds(row):
+            row["effect_id"] = self._plan(tx, row, plan.command, plan.terms)
         effect, others = self._lock_effect(tx, run_id, effect_id or row["effect_id"])
         approval = None
         if row["status"] in ("awaiting_approval", "executing"):
@@ -646,7 +701,7 @@ class Ledger:
         if events:
             self._trace(tx, run_id, seq, events, writer, now)
         self._facts(tx, run_id, ruling, state.state_version)
-        self._write_effect(tx, locked, ruling, row)
+        self._write_effect(tx, locked, ruling, writer)
         self._write_people(tx, locked, ruling)
         if not ruling.publish:
             return None
@@ -672,7 +727,8 @@ class Ledger:
             return {
                 **when,
                 "due_at": due_at,
-                "wake_at": due_at + statements.REPUBLISH_MS,
+                # What is due later has no message of its own: the sweep publishes it in time.
+                "wake_at": due_at if ruling.due_in_ms else due_at + statements.REPUBLISH_MS,
                 "publishes": 0,
             }
         when |= {"due_at": None, "wake_at": None}
@@ -687,10 +743,14 @@ class Ledger:
             when["wake_at"] = now + pause
         return when
 
-    def _write_effect(self, tx: Session, locked: Locked, ruling: Ruling, row: Row) -> None:
+    def _write_effect(self, tx: Session, locked: Locked, ruling: Ruling, writer: str) -> None:
         effect = locked.effect
         if ruling.effect is not None and ruling.effect != effect:
             assert effect is not None
+            if ruling.effect.status not in {effect.status, *EFFECT_MOVES[effect.status]}:
+                raise InvariantBroken(
+                    f"effect {effect.id}: no move from {effect.status} to {ruling.effect.status}"
+                )
             columns = effect_columns(ruling.effect)
             names = ", ".join(f"{name} = :{name}" for name in columns)
             updated = tx.run(
@@ -712,24 +772,18 @@ class Ledger:
             )
         if ruling.evidence is not None and effect is not None:
             kind, detail = ruling.evidence
-            self.note(tx, effect, kind, detail, locked.now)
-
-    def note(
-        self, tx: Session, effect: Effect, kind: str, detail: Mapping[str, Json], now: int
-    ) -> None:
-        """Append what was learned about an effect."""
-        tx.run(
-            "INSERT INTO handrail_evidence (id, effect_id, token, kind, at, detail)"
-            " VALUES (:id, :effect_id, :token, :kind, :now, :detail)",
-            {
-                "id": self._new_id(),
-                "effect_id": effect.id,
-                "token": effect.token,
-                "kind": kind,
-                "now": now,
-                "detail": canonical(detail),
-            },
-        )
+            tx.run(
+                "INSERT INTO handrail_evidence (id, effect_id, token, kind, at, detail)"
+                " VALUES (:id, :effect_id, :token, :kind, :now, :detail)",
+                {
+                    "id": writer,
+                    "effect_id": effect.id,
+                    "token": effect.token,
+                    "kind": kind,
+                    "now": locked.now,
+                    "detail": canonical(detail),
+                },
+            )
 
     def _write_people(self, tx: Session, locked: Locked, ruling: Ruling) -> None:
         run_id, now = locked.state.run_id, locked.now
@@ -749,7 +803,7 @@ class Ledger:
                     "id": locked.approval.id,
                     "status": ruling.approval_status,
                     "now": now,
-                    "decided_by": ruling.decided_by,
+                    "decided_by": escaped(ruling.decided_by) if ruling.decided_by else None,
                 },
             )
         if ruling.park is not None and ruling.park.kind is ParkKind.APPROVAL:
@@ -827,15 +881,6 @@ class Ledger:
             _due_of(row) for row in self.database.run(statements.republish(self._postgres), params)
         ]
 
-    def wake_later(self, run_id: str, pause_ms: int) -> None:
-        """Have the sweep look at a run again after a pause, if it has to look at it at all."""
-        now = PG_NOW if self._postgres else ":now"
-        self.database.run(
-            f"UPDATE handrail_run SET wake_at = {now} + :pause"
-            " WHERE id = :id AND wake_at IS NOT NULL",
-            self._timed({"id": run_id, "pause": pause_ms}),
-        )
-
     def beat(self, name: str, kind: str) -> None:
         """Record that a part of the fleet has finished work."""
         now = PG_NOW if self._postgres else ":now"
@@ -878,7 +923,10 @@ class Ledger:
             " WHERE run_id = :run_id ORDER BY seq",
             {"run_id": run_id},
         )
-        return [{**row, "text": plain(row["text"])} for row in rows]
+        return [
+            {"seq": row["seq"], "source": plain(row["source"]), "text": plain(row["text"])}
+            for row in rows
+        ]
 
     def list_runs(
         self, *, status: str | None = None, workflow: str | None = None, limit: int = 50
@@ -1009,7 +1057,7 @@ class Ledger:
                 {
                     "run_id": run_id,
                     "seq": ruling.state.observation_count,
-                    "source": ruling.observation.source,
+                    "source": escaped(ruling.observation.source),
                     "text": escaped(ruling.observation.text),
                     "digest": ruling.observation.digest,
                 },

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -33,6 +34,8 @@ def escaped(text: str) -> str:
 
 def plain(text: str) -> str:
     """Read what `escaped` wrote."""
+    if "\\" not in text:
+        return text
     value = json.loads(f'"{text}"')
     assert isinstance(value, str)
     return value
@@ -42,17 +45,17 @@ def state_of(row: Row, *, status: str) -> RunState:
     """Build a run's state; `status` is the column that counts here (the traced or the current
     one).
     """
-    budget = Budget.from_json(json.loads(row["budget"]))
+    budget = _budget(row["budget"])
     return RunState(
         run_id=row["id"],
         tenant=row["tenant"],
         workflow=row["workflow"],
         workflow_version=row["workflow_version"],
         goal=plain(row["goal"]),
-        principal=Principal.from_json(json.loads(row["principal"])),
+        principal=_principal(row["principal"]),
         input=json.loads(row["input"]),
         budget=budget,
-        limits=CallLimits(**json.loads(row["limits"])),
+        limits=_limits(row["limits"]),
         left=BudgetLeft(
             steps=row["steps_left"],
             model_calls=row["model_calls_left"],
@@ -72,7 +75,7 @@ def state_of(row: Row, *, status: str) -> RunState:
         told=told_from_json(json.loads(row["told"])) if row["told"] else None,
         answer=json.loads(row["answer"]) if row["answer"] else None,
         observations=tuple(
-            Observation(source, plain(text), digest)
+            Observation(plain(source), plain(text), digest)
             for source, text, digest in _list(row.get("observations"))
         ),
         observation_count=row["observation_count"],
@@ -80,6 +83,22 @@ def state_of(row: Row, *, status: str) -> RunState:
             {name: json.loads(value) for name, value in _list(row.get("outputs"))}
         ),
     )
+
+
+# Immutable values that most runs share; the text is the key, so that they are never stale.
+@lru_cache(maxsize=1_024)
+def _budget(text: str) -> Budget:
+    return Budget.from_json(json.loads(text))
+
+
+@lru_cache(maxsize=1_024)
+def _principal(text: str) -> Principal:
+    return Principal.from_json(json.loads(text))
+
+
+@lru_cache(maxsize=1_024)
+def _limits(text: str) -> CallLimits:
+    return CallLimits(**json.loads(text))
 
 
 def state_columns(state: RunState) -> dict[str, Any]:

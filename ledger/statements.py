@@ -95,6 +95,7 @@ def claim(postgres: bool) -> str:
     d = dialect(postgres)
     refused = f"""CASE
         WHEN phase = 'decide' AND steps_left <= 0 THEN 'step-budget-exhausted'
+        WHEN expires_at <= {d.now} THEN 'expired'
         WHEN deadline_at <= {d.now} THEN 'deadline-exhausted'
         WHEN phase = 'decide' AND model_calls_left <= 0 THEN 'model-call-budget-exhausted'
         WHEN phase = 'decide' AND tokens_left <= 0 THEN 'token-budget-exhausted'
@@ -130,14 +131,16 @@ def claim(postgres: bool) -> str:
 
 @lru_cache(maxsize=2)
 def read_run(postgres: bool, *, lock: bool = True) -> str:
-    """Read one run with its window of observations and its outputs, and lock its row."""
+    """Read one run with its window of observations and its outputs, and lock its row.
+
+    The row is locked in a subquery, so that the clock is read after the wait for the lock.
+    """
     d = dialect(postgres)
     now = PG_NOW if postgres else ":now"
-    locks = f"{d.lock} OF r" if lock and postgres else ""
     return f"""
         SELECT r.*, {now} AS now, {d.observations} AS observations, {d.outputs} AS outputs,
             {d.allowances} AS allowances
-        FROM handrail_run AS r WHERE r.id = :id {locks}"""
+        FROM (SELECT * FROM handrail_run WHERE id = :id {d.lock if lock else ""}) AS r"""
 
 
 _COMMIT_SET = """
@@ -180,17 +183,16 @@ INSERT_OUTPUT = """
     VALUES (:run_id, :name, :version, :value)"""
 
 
-@lru_cache(maxsize=8)
-def commit_in_one(*, due: bool, observes: bool, outputs: int) -> str:
+@lru_cache(maxsize=16)
+def commit_in_one(*, due: bool, traces: bool, observes: bool, outputs: int) -> str:
     """PostgreSQL: the whole commit of a step as one statement; nothing is written if the fence
     fails.
     """
-    parts = [
-        f"WITH run AS ({commit_run(True, due=due)})",
-        """, traced AS (
+    parts = [f"WITH run AS ({commit_run(True, due=due)})"]
+    if traces:
+        parts.append(""", traced AS (
             INSERT INTO handrail_trace (run_id, seq, count, writer, at, events)
-            SELECT id, :seq, :count, :claim_id, now, :events FROM run)""",
-    ]
+            SELECT id, :seq, :count, :claim_id, now, :events FROM run)""")
     if observes:
         parts.append(""", observed AS (
             INSERT INTO handrail_observation (run_id, seq, source, text, digest)
@@ -212,7 +214,8 @@ def due_for_sweep(postgres: bool) -> str:
     the claim, so that a sweep that dies delays its batch and loses nothing.
     """
     d = dialect(postgres)
-    now = PG_NOW if postgres else ":now"
+    # In a subquery: compared with a volatile function itself, the index would be read to its end.
+    now = f"(SELECT {PG_NOW})" if postgres else ":now"
     return f"""
         UPDATE handrail_run AS r SET wake_at = {d.now} + :postpone_ms {d.clock}
         WHERE r.id IN (
@@ -250,7 +253,7 @@ RENEW_POSTGRES = f"""
             unnest(:untils::bigint[]) AS until) AS v,
         (SELECT {PG_NOW} AS now) AS c
     WHERE r.id = v.id AND r.claim_id = v.claim_id AND r.lease_until IS NOT NULL
-    RETURNING r.id, r.cancel_requested_at"""
+    RETURNING r.claim_id, r.cancel_requested_at"""
 RENEW_SQLITE = """
     UPDATE handrail_run AS r SET
         lease_until = max(r.lease_until, min(:now + :lease_ms,
@@ -262,7 +265,7 @@ RENEW_SQLITE = """
     WHERE r.lease_until IS NOT NULL AND EXISTS (
         SELECT 1 FROM json_each(:held) AS v
         WHERE json_extract(v.value, '$[0]') = r.id AND json_extract(v.value, '$[1]') = r.claim_id)
-    RETURNING id, cancel_requested_at"""
+    RETURNING claim_id, cancel_requested_at"""
 
 
 @lru_cache(maxsize=2)

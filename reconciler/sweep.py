@@ -75,6 +75,9 @@ class Reconciler:
             except (HandrailError, ConnectionLost) as error:
                 self.counts["failed"] += 1
                 log.warning("run %s was not looked at (%s); the next sweep does", run.run_id, error)
+            except Exception:  # one run at fault must not keep the others from being looked at
+                self.counts["failed"] += 1
+                log.exception("run %s was not looked at; the next sweep tries", run.run_id)
         return len(woken)
 
     def sweep_until_quiet(self, *, limit: int = BATCH, rounds: int = 1_000) -> int:

@@ -87,7 +87,7 @@ def _begin(function: Callable[..., Any], args: tuple[Any, ...]) -> asyncio.Futur
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004  # an object whose call is a coroutine
     ):
-        return loop.create_task(_awaited(function(*args)))
+        return loop.create_task(_awaited(function, args))
     done: asyncio.Future[Any] = loop.create_future()
 
     def settle(value: Any, error: BaseException | None) -> None:
@@ -103,6 +103,8 @@ def _begin(function: Callable[..., Any], args: tuple[Any, ...]) -> asyncio.Futur
         try:
             value = function(*args)
             if inspect.isawaitable(value):
+                if inspect.iscoroutine(value):
+                    value.close()
                 raise TypeError("a plain function returned an awaitable: declare it with async def")
         except BaseException as raised:
             error = (
@@ -115,8 +117,12 @@ def _begin(function: Callable[..., Any], args: tuple[Any, ...]) -> asyncio.Futur
     return done
 
 
-async def _awaited(awaitable: Awaitable[Any]) -> Any:
-    return await awaitable
+async def _awaited(function: Callable[..., Awaitable[Any]], args: tuple[Any, ...]) -> Any:
+    # Called in here: what it raises before it is awaited is the call's error, not the step's.
+    try:
+        return await function(*args)
+    except SystemExit as error:
+        raise RuntimeError("a call tried to end the process") from error  # it would end the loop
 
 
 def _swallow(work: asyncio.Future[Any]) -> None:

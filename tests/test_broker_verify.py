@@ -28,7 +28,15 @@ from handrail.broker.redis_client import redis_client
 from handrail.broker.verify import CANVAS_TASKS
 
 REDIS = "redis://localhost:6379/0"
-BROKERS = [REDIS, "rediss://localhost/0", "amqp://localhost//", "memory://"]
+BROKERS = [
+    REDIS,
+    "rediss://localhost/0",
+    "redis+socket:///run/redis.sock?virtual_host=1",
+    "redis://one;redis://two",
+    "sentinel://localhost:26379",
+    "amqp://localhost//",
+    "memory://",
+]
 
 
 async def handle(message: StepMessage) -> None:
@@ -112,6 +120,12 @@ SETTINGS = {
         },
     ),
 }
+
+
+def test_redis_behind_a_sentinel_is_held_to_the_rules_of_redis() -> None:
+    app = fleet("sentinel://localhost:26379")
+    app.conf.broker_transport_options = {"master_name": "mymaster"}
+    assert {setting.code for setting in verify_app(app)} == {"ack-emulation", "socket-timeout"}
 
 
 @pytest.mark.accept("FLT-12")
@@ -250,5 +264,6 @@ def test_a_server_that_does_not_answer_is_reported_not_waited_for(
     )
 
 
-def test_a_broker_that_is_no_redis_is_not_asked() -> None:
-    assert verify_server(fleet("amqp://localhost//")) == []
+@pytest.mark.parametrize("url", ["amqp://localhost//", "redis://one;redis://two"])
+def test_only_one_plain_server_is_asked(url: str) -> None:
+    assert verify_server(fleet(url)) == []

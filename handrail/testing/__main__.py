@@ -13,7 +13,7 @@ from pathlib import Path
 
 from handrail.testing import fleet_vectors, vectors
 
-_DRIVERS = {"machine": vectors.replay, "fleet": fleet_vectors.replay}
+_DRIVERS = {"machine": vectors.MACHINE, "fleet": fleet_vectors.FLEET}
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -9,10 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import selectors
-from collections.abc import Coroutine
-from typing import Any, TypeVar
-
-T = TypeVar("T")
+from typing import Any
 
 
 class NothingLeft(RuntimeError):
@@ -53,14 +50,16 @@ class _Jumping(selectors.SelectSelector):
         return ready
 
 
-def run(loop: VirtualLoop, main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end; what it leaves behind is cancelled, and the loop is closed."""
-    try:
-        return loop.run_until_complete(main)
-    finally:
-        left = asyncio.all_tasks(loop)
-        for task in left:
-            task.cancel()
-        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-        loop.run_until_complete(loop.shutdown_asyncgens())
-        loop.close()
+def close(loop: VirtualLoop) -> None:
+    """Cancel what is left on the loop, let it clean up, and close the loop."""
+    if loop.is_closed():
+        return
+    loop.run_until_complete(_end(asyncio.all_tasks(loop)))
+    loop.run_until_complete(loop.shutdown_asyncgens())
+    loop.close()
+
+
+async def _end(left: set[asyncio.Task[Any]]) -> None:
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)

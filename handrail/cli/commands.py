@@ -1,0 +1,490 @@
+"""The commands: each reads its options, asks the fleet, and prints what came of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Annotated, Any, Final
+
+import typer
+from celery.apps.beat import Beat
+from celery.apps.worker import Worker
+from celery.signals import worker_ready
+from kombu.utils.url import maybe_sanitize_url
+from typer.core import TyperGroup
+
+from handrail.agent.canonical import Json, parse_json
+from handrail.agent.errors import HandrailError, InvalidBudget, NotCanonical
+from handrail.agent.status import RunStatus
+from handrail.agent.tools import Principal
+from handrail.cli import doctor as doctor_
+from handrail.cli.errors import FAILED, report
+from handrail.cli.fleets import load, load_or_plain
+from handrail.cli.ground import for_new_runs, for_reading, for_work, for_writing
+from handrail.fleet import Fleet, InvalidRun
+from handrail.ledger.database import ConnectionLost
+from handrail.ledger.errors import DatabaseUnavailable, NothingToApprove
+from handrail.runs import Run
+from handrail.terminal import compact, console, details, note, say, say_json, table
+
+log = logging.getLogger("handrail.cli")
+JSON_WANTED: Final = "handrail.json"
+
+
+class Commands(TyperGroup):
+    """The root of all commands: what any of them raises is printed here, in one way."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; a known error becomes a line and an exit code."""
+        try:
+            return super().invoke(ctx)
+        except ConnectionLost as lost:
+            error: HandrailError = DatabaseUnavailable(str(lost))
+        except HandrailError as raised:
+            error = raised
+        raise typer.Exit(report(error, as_json=bool(ctx.meta.get(JSON_WANTED))))
+
+
+app = typer.Typer(
+    cls=Commands,
+    help="Controlled agents on a Celery fleet.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,  # they show local variables, and with them secrets
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+db = typer.Typer(help="The ledger's database.", no_args_is_help=True)
+app.add_typer(db, name="db")
+
+
+def _wants_json(context: typer.Context, value: bool) -> bool:
+    context.meta[JSON_WANTED] = value  # errors are to be JSON as well
+    return value
+
+
+AsJson = Annotated[
+    bool, typer.Option("--json", callback=_wants_json, help="Print JSON, errors included.")
+]
+FleetName = Annotated[
+    str | None,
+    typer.Option(
+        "--fleet", envvar="HANDRAIL_FLEET", metavar="MODULE:ATTRIBUTE", help="Your fleet."
+    ),
+]
+RunId = Annotated[str, typer.Argument(metavar="RUN", help="The run's id.")]
+LogLevel = Annotated[str, typer.Option(help="debug, info, warning, error or critical.")]
+
+
+@app.callback()
+def _root() -> None:
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+
+
+# ---- the fleet at work ---------------------------------------------------------------------------
+
+
+@app.command()
+def demo(
+    workers: Annotated[int, typer.Option(min=1, max=8, help="Worker processes.")] = 2,
+    plain: Annotated[bool, typer.Option(help="Plain lines, no live table.")] = False,
+    kill: Annotated[bool, typer.Option(help="Kill a worker in the middle of a refund.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Watch refunds run as controlled agents, on real workers on this machine.
+
+    It brings everything along and leaves nothing behind. Exits 1 if the payment provider's records
+    and the ledger disagree, or a run did not end as it should.
+    """
+    from handrail.demo.display import display_for
+    from handrail.demo.messages import load_messages
+    from handrail.demo.show import Demo
+
+    messages = load_messages()
+    display = display_for(messages, plain=plain, quiet=as_json)
+    outcome = Demo(messages, display, workers=workers, kill=kill).run()
+    if as_json:
+        say_json(outcome.to_json())
+    raise typer.Exit(0 if outcome.as_expected else FAILED)
+
+
+@app.command()
+def worker(
+    fleet_name: FleetName = None,
+    beat: Annotated[bool, typer.Option(help="Run the sweep from here as well.")] = False,
+    log_level: LogLevel = "warning",
+) -> None:
+    """Run steps until SIGTERM or Ctrl-C; start as many of these as you like.
+
+    Without HANDRAIL_BROKER_URL it joins the embedded Valkey of HANDRAIL_HOME, or starts it; without
+    HANDRAIL_DATABASE_URL the ledger is an SQLite file there, made and migrated by itself.
+    """
+    fleet = load(fleet_name)
+    with for_work(fleet, worker=True) as valkey:
+        where = maybe_sanitize_url(fleet.settings.broker_url)
+        own = ", an embedded Valkey that ends with this worker" if valkey and valkey.owned else ""
+        ready = f"ready: fleet {fleet_name}, broker {where}{own}"
+        node = Worker(
+            app=fleet.celery,
+            hostname=f"handrail-{os.getpid()}@{socket.gethostname()}",
+            loglevel=log_level.upper(),
+            redirect_stdouts=False,  # what tools print is no log
+            quiet=True,
+        )
+        with _when_ready(lambda: note(ready)), _sweeping(fleet, wanted=beat):
+            node.start()
+    if node.exitcode:
+        raise typer.Exit(node.exitcode)
+
+
+@app.command("beat")
+def beat_command(fleet_name: FleetName = None, log_level: LogLevel = "warning") -> None:
+    """Have the sweep run every few seconds, on whichever worker is free.
+
+    It republishes what was lost and settles what is in doubt. One is enough, and more do no harm.
+    """
+    fleet = load_or_plain(fleet_name)
+    with for_work(fleet, worker=False):
+        note(f"ready: a sweep every {fleet.settings.sweep_every_s:g} s")
+        Beat(
+            app=fleet.celery,
+            scheduler_cls="handrail.cli.beating:PlainScheduler",
+            loglevel=log_level.upper(),
+            redirect_stdouts=False,
+            quiet=True,
+        ).run()
+
+
+@contextmanager
+def _when_ready(act: Callable[[], None]) -> Any:
+    def ready(**_: object) -> None:
+        act()
+
+    worker_ready.connect(ready)
+    try:
+        yield
+    finally:
+        worker_ready.disconnect(ready)
+
+
+@contextmanager
+def _sweeping(fleet: Fleet, *, wanted: bool) -> Any:
+    """Sweep from a timer in this process, for those who run no beat."""
+    leaving = threading.Event()
+
+    def sweep() -> None:
+        reconciler = fleet.make_reconciler()
+        while not leaving.wait(fleet.settings.sweep_every_s):
+            try:
+                reconciler.sweep_until_quiet(rounds=20)
+                fleet.ledger.beat("sweep", "reconciler")
+            except (HandrailError, ConnectionLost) as error:
+                log.warning("the sweep failed (%s); the next one makes up for it", error)
+            except Exception:
+                log.exception("the sweep failed; the next one makes up for it")
+
+    timer = threading.Thread(target=sweep, name="handrail-sweep", daemon=True)
+    if wanted:
+        timer.start()
+    try:
+        yield
+    finally:
+        leaving.set()
+        if wanted:
+            timer.join(timeout=5)
+
+
+# ---- runs ----------------------------------------------------------------------------------------
+
+
+@app.command()
+def run(
+    workflow: Annotated[str, typer.Argument(help="The workflow's name.")],
+    goal: Annotated[str, typer.Option(help="What the run is to reach.")],
+    fleet_name: FleetName = None,
+    input: Annotated[str | None, typer.Option(metavar="JSON", help="The input.")] = None,
+    principal: Annotated[str | None, typer.Option(help="On whose behalf it acts.")] = None,
+    permission: Annotated[
+        list[str] | None, typer.Option(help="What the principal may do; repeat it.")
+    ] = None,
+    budget: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=N", help="A limit, as in steps=8; repeat it. 0 means none."),
+    ] = None,
+    tenant: Annotated[str | None, typer.Option(help="The tenant.")] = None,
+    run_id: Annotated[str | None, typer.Option(help="An id of your own.")] = None,
+    dedupe_key: Annotated[
+        str | None, typer.Option(help="Of runs with the same key there is one.")
+    ] = None,
+    here: Annotated[bool, typer.Option(help="Run it in this process, without workers.")] = False,
+    wait: Annotated[bool, typer.Option(help="Wait until it ends, or needs a person.")] = False,
+    timeout_s: Annotated[float, typer.Option(min=0, help="How long to wait.")] = 300.0,
+    as_json: AsJson = False,
+) -> None:
+    """Start a run.
+
+    With --wait or --here the exit code is 0 if it completed or waits for a person, and 1 if it
+    ended in another way.
+    """
+    fleet = load(fleet_name)
+    options: dict[str, Any] = {
+        "goal": goal,
+        "input": _parsed_input(input),
+        "principal": Principal(principal or "anonymous", frozenset(permission or ())),
+        "budget": _parsed_budget(budget) if budget else None,
+        "tenant": tenant,
+        "run_id": run_id,
+        "dedupe_key": dedupe_key,
+    }
+    for_new_runs(fleet)
+    if here:
+        found = fleet.run(workflow, timeout_s=timeout_s, **options)
+    else:
+        found = fleet.get(fleet.enqueue(workflow, **options))
+        if not fleet.settings.broker_url:
+            note("no broker is running here: the run starts when a worker and a sweep do")
+        if wait:
+            found = fleet.wait(found, timeout_s=timeout_s)
+    _show_run(found, as_json=as_json)
+    if found.ended and found.status != RunStatus.COMPLETED:
+        raise typer.Exit(FAILED)
+
+
+@app.command()
+def runs(
+    status: Annotated[RunStatus | None, typer.Option(help="Only these.")] = None,
+    workflow: Annotated[str | None, typer.Option(help="Only of this workflow.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=10_000, help="At most so many.")] = 50,
+    fleet_name: FleetName = None,
+    as_json: AsJson = False,
+) -> None:
+    """List runs, the newest first."""
+    fleet = for_reading(load_or_plain(fleet_name))
+    found = fleet.runs(status=status.value if status else None, workflow=workflow, limit=limit)
+    if as_json:
+        say_json([run.to_json() for run in found])
+        return
+    columns = ("run", "workflow", "status", "reason", "steps", "model calls", "tool calls", "goal")
+    console().print(
+        table(
+            columns,
+            (
+                (
+                    run.run_id,
+                    run.workflow,
+                    run.status,
+                    run.reason or "",
+                    _used(run, "steps"),
+                    _used(run, "model_calls"),
+                    _used(run, "tool_calls"),
+                    run.goal[:60],
+                )
+                for run in found
+            ),
+        )
+    )
+
+
+@app.command()
+def show(run_id: RunId, fleet_name: FleetName = None, as_json: AsJson = False) -> None:
+    """Show one run: how it stands, what it has used, its effects, and what it waits for."""
+    fleet = for_reading(load_or_plain(fleet_name))
+    found = fleet.get(run_id)
+    effects = fleet.ledger.effects(run_id=run_id)
+    approvals = fleet.ledger.approvals(run_id=run_id)
+    handoffs = fleet.ledger.handoffs(run_id=run_id)
+    if as_json:
+        more = {"effects": effects, "approvals": approvals, "handoffs": handoffs}
+        say_json(found.to_json() | more)
+        return
+    _show_run(found, as_json=False)
+    out = console()
+    if effects:
+        say("\neffects", style="bold")
+        out.print(
+            table(
+                ("tool", "status", "attempts", "intent", "arguments", "evidence"),
+                (
+                    (
+                        effect["tool"],
+                        effect["status"],
+                        effect["attempts"],
+                        effect["intent_key"],
+                        compact(effect["arguments"]),
+                        effect["evidence"] or "",
+                    )
+                    for effect in effects
+                ),
+            )
+        )
+    for approval in approvals:
+        say("\nwaits for approval of exactly this", style="bold")
+        out.print(details(_shown_action(approval)))
+        note(f"agree: handrail approve {run_id}")
+    for handoff in handoffs:
+        say("\nhanded off", style="bold")
+        package = handoff["package"]
+        out.print(
+            details(
+                {
+                    "reason": handoff["reason"],
+                    "since": _time(handoff["opened_at"]),
+                    "problem": package.get("problem", ""),
+                    "pending": compact(package.get("pending_action")),
+                }
+            )
+        )
+
+
+@app.command()
+def trace(run_id: RunId, fleet_name: FleetName = None, as_json: AsJson = False) -> None:
+    """Print a run's trace: what was proposed, decided, called, proved, and why it stopped."""
+    events = for_reading(load_or_plain(fleet_name)).trace(run_id)
+    if as_json:
+        say_json(events)
+        return
+    console().print(
+        table(
+            ("seq", "time", "step", "event", "detail"),
+            (
+                (e["seq"], _time(e["at"]), e["step"], e["type"], compact(e["detail"]))
+                for e in events
+            ),
+        )
+    )
+
+
+@app.command()
+def cancel(run_id: RunId, fleet_name: FleetName = None, as_json: AsJson = False) -> None:
+    """Cancel a run: nothing more is started, and what is in flight is found out, not denied."""
+    fleet = for_writing(load_or_plain(fleet_name))
+    _show_run(fleet.cancel(run_id), as_json=as_json)
+
+
+@app.command()
+def approve(
+    run_id: RunId,
+    approver: Annotated[str, typer.Option("--as", help="Who agrees.")] = "operator",
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    fleet_name: FleetName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Agree to the exact action that a run waits with; it goes on with the time it had left."""
+    fleet = for_writing(load_or_plain(fleet_name))
+    waiting = fleet.ledger.approvals(run_id=run_id)
+    if not waiting:
+        raise NothingToApprove(run_id, fleet.get(run_id).status)
+    if not as_json:
+        console().print(details(_shown_action(waiting[0])))
+    if not yes:
+        typer.confirm("Agree to exactly this?", abort=True, err=True)
+    _show_run(fleet.approve(run_id, approver=approver), as_json=as_json)
+
+
+# ---- the deployment ------------------------------------------------------------------------------
+
+
+@db.command("upgrade")
+def upgrade(fleet_name: FleetName = None, as_json: AsJson = False) -> None:
+    """Bring the database to this program's version. Safe to repeat, and from several places."""
+    revision = load_or_plain(fleet_name).upgrade_database()
+    if as_json:
+        say_json({"revision": revision})
+    else:
+        say(f"the ledger's database is at revision {revision}")
+
+
+@app.command()
+def doctor(fleet_name: FleetName = None, as_json: AsJson = False) -> None:
+    """Check database, broker, settings and sweep, and say what must change.
+
+    Exits 1 if something is wrong; warnings are for people to look at.
+    """
+    findings, figures = doctor_.examine(load_or_plain(fleet_name))
+    is_fit = all(finding.level != doctor_.FAILURE for finding in findings)
+    if as_json:
+        described = [doctor_.to_json(finding) for finding in findings]
+        say_json({"ok": is_fit, "findings": described, "figures": figures})
+    else:
+        rows = ((f.about, f.level, f.code, f.detail, f.next_step) for f in findings)
+        console().print(table(("about", "level", "code", "detail", "what to do"), rows))
+        if figures is not None:
+            counts = ", ".join(f"{n} {status}" for status, n in sorted(figures["runs"].items()))
+            say(f"runs: {counts or 'none'}")
+    if not is_fit:
+        raise typer.Exit(FAILED)
+
+
+# ---- inside --------------------------------------------------------------------------------------
+
+
+def _parsed_input(text: str | None) -> Json:
+    if text is None:
+        return None
+    try:
+        return parse_json(text)
+    except NotCanonical as error:
+        raise InvalidRun("input", f"it is no JSON: {error.problem}") from None
+
+
+def _parsed_budget(limits: list[str]) -> dict[str, Any]:
+    """Read NAME=N; a value that is no whole number is refused by the budget, by its name."""
+    parsed: dict[str, Any] = {}
+    per_tool: dict[str, Any] = {}
+    for limit in limits:
+        name, equals, text = limit.partition("=")
+        if not equals:
+            raise InvalidBudget(name, "missing", "a value, as in steps=8")
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = text
+        if name.startswith("per_tool."):
+            per_tool[name.removeprefix("per_tool.")] = value
+        else:
+            parsed[name] = value
+    return parsed | ({"per_tool": per_tool} if per_tool else {})
+
+
+def _show_run(found: Run, *, as_json: bool) -> None:
+    if as_json:
+        say_json(found.to_json())
+        return
+    shown: dict[str, object] = {
+        "run": found.run_id,
+        "workflow": f"{found.workflow}@{found.workflow_version}",
+        "goal": found.goal,
+        "status": found.status,
+        "reason": found.reason or "",
+        "answer": "" if found.answer is None else compact(found.answer),
+        "created": _time(found.created_at),
+        "used": ", ".join(
+            f"{_used(found, name)} {name.replace('_', ' ')}"
+            for name in ("steps", "model_calls", "tool_calls")
+        ),
+        "cancel": "wished" if found.cancel_requested else "",
+    }
+    console().print(details({name: value for name, value in shown.items() if value != ""}))
+
+
+def _shown_action(approval: dict[str, Any]) -> dict[str, object]:
+    return {
+        "tool": f"{approval['tool']}@{approval['contract_version']}",
+        "arguments": compact(approval["arguments"]),
+        "on behalf of": approval["subject"],
+        "expires": _time(approval["expires_at"]),
+    }
+
+
+def _used(run: Run, name: str) -> str:
+    used = run.budget_used[name]
+    return f"{used}/{used + run.budget_left[name]}"
+
+
+def _time(at: int) -> str:
+    return datetime.fromtimestamp(at / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]

@@ -1,0 +1,136 @@
+"""Is this deployment fit to run, and what must change? Every finding has a code and a next step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from kombu.utils.url import maybe_sanitize_url
+
+from handrail.agent.errors import HandrailError
+from handrail.broker.app import verify_app, verify_server
+from handrail.cli.ground import for_reading
+from handrail.cli.shared_valkey import find
+from handrail.fleet import Fleet
+from handrail.ledger.database import ConnectionLost
+from handrail.ledger.errors import DatabaseUnavailable
+from handrail.ledger.migrate import HEAD
+
+OK: Final = "ok"
+WARNING: Final = "warning"  # it runs, and somebody should look
+FAILURE: Final = "failure"  # it does not run, or must not
+
+BEATS_MISSED: Final = 5  # sweeps that may be missing before somebody should look
+LEAST_SILENCE_MS: Final = 15_000
+LAG_MS: Final = 30_000  # of the sweep; an idle fleet has none
+DOUBT_MS: Final = 120_000  # an effect that has been unknown for longer than most providers need
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at. `next_step` is empty where all is well."""
+
+    about: str
+    level: str
+    code: str
+    detail: str
+    next_step: str = ""
+
+
+def examine(fleet: Fleet) -> tuple[list[Finding], dict[str, Any] | None]:
+    """Look at everything; never raises what it finds. The figures are None without a ledger."""
+    findings = [*_database(fleet)]
+    figures = None
+    if all(finding.level == OK for finding in findings):
+        figures = fleet.ledger.figures()
+    findings += _broker(fleet)
+    if figures is not None:
+        findings += _sweep(fleet, figures)
+        findings += _doubt(figures)
+    return findings, figures
+
+
+def _database(fleet: Fleet) -> Iterator[Finding]:
+    try:
+        shown = for_reading(fleet).ledger.database.shown
+        fleet.ledger.now()
+    except ConnectionLost as lost:
+        yield _failed("database", DatabaseUnavailable(str(lost)))
+    except HandrailError as error:
+        yield _failed("database", error)
+    else:
+        yield Finding("database", OK, "database-ready", f"{shown}, at revision {HEAD}")
+
+
+def _broker(fleet: Fleet) -> Iterator[Finding]:
+    settings = fleet.settings
+    if not settings.broker_url:
+        if find(settings.home) is None:
+            yield Finding(
+                "broker",
+                WARNING,
+                "no-broker",
+                "none is configured, and no command here runs an embedded one",
+                "Start 'handrail worker', which brings one, or set HANDRAIL_BROKER_URL.",
+            )
+        else:
+            yield Finding("broker", OK, "broker-ready", f"embedded, run from {settings.home}")
+        return
+    unsafe = [*verify_app(fleet.celery), *verify_server(fleet.celery)]
+    for setting in unsafe:
+        detail = f"{setting.setting} is {setting.found}, wanted: {setting.wanted}"
+        yield Finding("broker", FAILURE, setting.code, detail, setting.next_step)
+    if not unsafe:
+        shown = maybe_sanitize_url(settings.broker_url)
+        yield Finding("broker", OK, "broker-ready", f"{shown}, settings are safe")
+
+
+def _sweep(fleet: Fleet, figures: dict[str, Any]) -> Iterator[Finding]:
+    every_ms = int(fleet.settings.sweep_every_s * 1000)
+    silence_ms = figures["heartbeats"].get("sweep")
+    start = "Start 'handrail beat' and a worker, or a worker with --beat."
+    if silence_ms is None:
+        yield Finding("sweep", WARNING, "sweep-never-ran", "it has never run here", start)
+    elif silence_ms > max(LEAST_SILENCE_MS, BEATS_MISSED * every_ms):
+        detail = f"it last ran {silence_ms // 1000} s ago"
+        yield Finding("sweep", WARNING, "sweep-silent", detail, start)
+    else:
+        yield Finding("sweep", OK, "sweep-runs", f"it last ran {silence_ms} ms ago")
+    if figures["sweep_lag_ms"] > LAG_MS:
+        yield Finding(
+            "sweep",
+            WARNING,
+            "sweep-lags",
+            f"a run has waited for it for {figures['sweep_lag_ms'] // 1000} s",
+            "See that beat runs and that workers keep up with the queue handrail.reconcile.",
+        )
+
+
+def _doubt(figures: dict[str, Any]) -> Iterator[Finding]:
+    unknown, oldest_ms = figures["unknown_effects"], figures["oldest_unknown_ms"]
+    if unknown and oldest_ms > DOUBT_MS:
+        yield Finding(
+            "effects",
+            WARNING,
+            "effects-unknown",
+            f"{unknown} of unknown outcome, the oldest for {oldest_ms // 1000} s",
+            "See that the services which they were sent to answer queries.",
+        )
+    else:
+        yield Finding("effects", OK, "effects-settled", f"{unknown} of unknown outcome")
+
+
+def _failed(about: str, error: HandrailError) -> Finding:
+    return Finding(about, FAILURE, error.code, *_parted(str(error)))
+
+
+def _parted(message: str) -> tuple[str, str]:
+    """An error's message says what is wrong, and after a colon what to do."""
+    problem, colon, next_step = message.rpartition(": ")
+    return (problem, next_step) if colon else (message, "")
+
+
+def to_json(finding: Finding) -> dict[str, Any]:
+    """A finding as a JSON object."""
+    return asdict(finding)
