@@ -574,6 +574,9 @@ def _overdue(locked: Locked) -> Reason | None:
 
 
 def _lease_lost(locked: Locked, max_attempts: int) -> Ruling:
+    # What was reserved may have been used by the worker that is gone: it stays charged.
+    left = replace(locked.state.left, tool_calls_reserved=0)
+    locked = replace(locked, state=replace(locked.state, left=left))
     state, effect = locked.state, locked.effect
     if locked.own_effect in (EffectStatus.DISPATCHED, EffectStatus.UNKNOWN):
         assert effect is not None
@@ -614,9 +617,7 @@ def _lease_lost(locked: Locked, max_attempts: int) -> Ruling:
         TraceEvent("lease.lost", state.step, {"attempts": locked.attempts})
     ]
     state = machine.moved(state, _E.LEASE_LOST, events_)
-    # What was reserved may have been used by the worker that is gone: it stays charged.
-    left = replace(state.left, tool_calls_reserved=0)
-    return Ruling(state=replace(state, left=left), events=tuple(events_), lease="take")
+    return Ruling(state=state, events=tuple(events_), lease="take")
 
 
 def _cancelling_at_rest(locked: Locked) -> Ruling:

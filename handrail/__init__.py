@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from handrail.agent.budget import Budget
     from handrail.agent.errors import ToolRefused, ToolUnclear
     from handrail.agent.fixed import Deny, Done, HandOff, Proceed
+    from handrail.agent.loop import NoProgress
+    from handrail.agent.retry import ModelRetry
     from handrail.agent.stage import Action, Checked
     from handrail.agent.status import Reason
     from handrail.agent.tools import FOREVER, Permit, Principal, RunFacts
@@ -34,6 +36,8 @@ __all__ = [
     "Done",
     "Fleet",
     "HandOff",
+    "ModelRetry",
+    "NoProgress",
     "Permit",
     "Principal",
     "Proceed",
@@ -60,6 +64,8 @@ _HOME = {
     "Done": "handrail.agent.fixed",
     "Fleet": "handrail.fleet",
     "HandOff": "handrail.agent.fixed",
+    "ModelRetry": "handrail.agent.retry",
+    "NoProgress": "handrail.agent.loop",
     "Permit": "handrail.agent.tools",
     "Principal": "handrail.agent.tools",
     "Proceed": "handrail.agent.fixed",

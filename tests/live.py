@@ -198,10 +198,11 @@ class Deployment:
     ) -> tuple[str, int]:
         """Start an errand that is held at `place` by the worker `pid`; None: by whichever.
 
-        Return the run and the worker that holds it. What others took is let go.
+        Return the run and the worker that holds it. What others took is let go; each is of a
+        tenant of its own, since what one of them saves the next would not save again.
         """
         while True:
-            run_id = self.start(*moves, **options)
+            run_id = self.start(*moves, tenant=f"tenant-{uuid.uuid4().hex[:8]}", **options)
             note = self.arrives(place, run_id)
             if pid in (None, note.pid):
                 return run_id, note.pid

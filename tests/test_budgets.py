@@ -4,6 +4,7 @@ spent.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import fields
@@ -403,8 +404,6 @@ def test_a_model_call_that_timed_out_is_retried_and_charged() -> None:
 
 
 async def never() -> None:
-    import asyncio
-
     await asyncio.get_running_loop().create_future()
 
 
@@ -573,24 +572,18 @@ def test_no_more_is_kept_of_a_stream_than_the_budget_has_left(limit: int, piece:
     async def read() -> str:
         try:
             await fold(model.stream(), output_bytes_left=limit, into=folded)
+            kept = "".join(folded.text)
         except OutputOverflow as overflow:
-            return overflow.kept
-        return "".join(folded.text)
+            kept = overflow.kept
+        assert model.closed  # at once, not when somebody collects it
+        return kept
 
-    kept = _run_alone(read)
+    kept = asyncio.run(read())
 
     assert len(kept.encode()) <= limit
     assert whole.startswith(kept)
     assert (kept == whole) == (len(whole.encode()) <= limit)
     assert folded.output_bytes <= limit
-    assert model.closed
-
-
-def _run_alone(read: Callable[[], Any]) -> str:
-    import asyncio
-
-    kept: str = asyncio.run(read())
-    return kept
 
 
 def test_output_of_attempts_that_failed_counts_too() -> None:

@@ -11,9 +11,8 @@ import pytest
 from handrail import AgentLoop, Commit, Fleet, Principal, RunFacts
 from handrail.demo import app, rules
 from handrail.demo.messages import Message, load_messages
-from handrail.demo.planner import propose
 from handrail.demo.provider import start_provider
-from handrail.demo.provider_client import ProviderClient, ProviderUnclear, Receipt
+from handrail.demo.provider_client import ProviderClient, Receipt
 from handrail.demo.shop import Shop, seed
 from handrail.gateway.model import Planner, Scripted
 from handrail.runs import Run
@@ -83,11 +82,11 @@ def answers(monkeypatch: pytest.MonkeyPatch, *proposals: Any) -> Scripted:
     return model
 
 
-def plan(order_id: str | None, **fields: Any) -> dict[str, Any]:
+def plan(about: str, **fields: Any) -> dict[str, Any]:
     """A claim of completion with a refund plan."""
-    answer = {
+    answer: dict[str, Any] = {
         "decision": "refund",
-        "order_id": order_id,
+        "order_id": about,
         "charge_id": None,
         "amount_cents": None,
         "reason_text": "charged twice",
@@ -100,7 +99,7 @@ def plan(order_id: str | None, **fields: Any) -> dict[str, Any]:
 # ---- the definition ------------------------------------------------------------------------------
 
 
-@pytest.mark.accept("ORC-01", "RPW-01")
+@pytest.mark.accept("ORC-01")
 def test_the_workflow_has_the_seven_parts_of_the_process_in_their_order() -> None:
     workflow = app.fleet.workflows["refund@1"]
 
@@ -235,34 +234,25 @@ def test_what_is_no_plan_does_not_end_the_investigation(
 RIGHT = {"charge_id": "ch-1001-2", "amount_cents": 4990, "evidence": ["ch-1001-1", "ch-1001-2"]}
 
 
-@pytest.mark.accept("RPW-04")
 @pytest.mark.parametrize(
-    ("proposal", "field", "reason"),
+    ("fields", "field", "reason"),
     [
-        (plan("HR-1001", **RIGHT | {"amount_cents": 4991}), "amount_cents", "invalid-proposal"),
-        (plan("HR-1001", **RIGHT | {"charge_id": "ch-1001-1"}), "charge_id", "invalid-proposal"),
-        (plan("HR-1001", **RIGHT | {"evidence": []}), "evidence", "invalid-proposal"),
-        (
-            plan("HR-1001", decision="no_refund", evidence=["ch-1001-1"]),
-            "decision",
-            "invalid-proposal",
-        ),
-        (
-            plan("HR-1006", charge_id="ch-1006-2", amount_cents=7520),
-            "permission",
-            "permission-denied",
-        ),
+        (RIGHT | {"amount_cents": 4991}, "amount_cents", "invalid-proposal"),
+        (RIGHT | {"charge_id": "ch-1001-1"}, "charge_id", "invalid-proposal"),
+        (RIGHT | {"evidence": []}, "evidence", "invalid-proposal"),
+        ({"decision": "no_refund", "evidence": ["ch-1001-1"]}, "decision", "invalid-proposal"),
+        (RIGHT | {"order_id": "HR-1006", "evidence": []}, "permission", "permission-denied"),
     ],
     ids=["amount", "charge", "evidence", "decision", "another user's order"],
 )
 def test_a_plan_that_differs_from_the_records_is_not_put_to_anybody(
     world: World,
     monkeypatch: pytest.MonkeyPatch,
-    proposal: dict[str, Any],
+    fields: dict[str, Any],
     field: str,
     reason: str,
 ) -> None:
-    answers(monkeypatch, proposal)
+    answers(monkeypatch, plan("HR-1001", **fields))
 
     run = world.start("m-01")
 
@@ -339,7 +329,6 @@ def test_without_the_permission_nobody_is_asked_to_confirm(world: World) -> None
     assert world.events(run, "proposal.rejected")[-1]["stage"] == "confirm_refund"
 
 
-@pytest.mark.accept("RPW-12")
 def test_an_order_that_changed_after_the_confirmation_is_not_refunded(world: World) -> None:
     parked = world.start("m-03")
     order = world.shop.order("HR-1003")
@@ -411,19 +400,6 @@ def test_what_a_tool_finds_of_another_customer_is_recognised() -> None:
     assert not app.is_the_users({"customer_id": "c-02"}, run)
 
 
-def test_the_planner_of_the_demo_believes_everything() -> None:
-    """It is the program that does not: a planner which refused by itself would prove nothing."""
-    told = propose(
-        {
-            "input": {"text": MAILS["m-18"]["text"]},
-            "facts": {"orders": []},
-            "observations": [],
-        }
-    )
-
-    assert told["tool"] == "refund"
-
-
 def test_a_provider_that_is_away_leaves_the_run_in_doubt_until_it_is_back(world: World) -> None:
     """The query says nothing: no failure is reported, and nothing is sent a second time."""
     for fault in MAILS["m-27"]["faults"]:
@@ -433,5 +409,3 @@ def test_a_provider_that_is_away_leaves_the_run_in_doubt_until_it_is_back(world:
 
     assert (run.status, run.reason) == ("completed", "completed")
     assert world.requests_for("HR-1032") == 1
-    with pytest.raises(ProviderUnclear):
-        ProviderClient("http://127.0.0.1:1").records(1.0)

@@ -346,6 +346,7 @@ def test_a_step_that_kills_every_worker_is_handed_to_a_person(fleet: Deployment)
     """Two attempts are allowed here; the third worker is not asked to die."""
     run_id = fleet.start({"do": "die", "item": "a", "hold": None}, complete())
     fleet.arrives("die", run_id, visit=2)
+    fleet.until("both are gone", lambda: not any(w.is_alive for w in fleet.workers.values()))
     fleet.staff(1)
     [run] = fleet.rest(run_id)
     assert (run.status, run.reason) == ("handed_off", "worker-lost")

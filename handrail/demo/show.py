@@ -237,14 +237,14 @@ class Demo:
     def _account(self, world: World, problems: list[str], seconds: float) -> Outcome:
         records = world.provider.records(ANSWER_S)
         ended = [_ended(message) for message in self.messages]
-        refunds = _compared(fleet.ledger.effects(), records)
+        refunds = compared(fleet.ledger.effects(), records)
         problems += [problem for end in ended for problem in end.problems]
         problems += [
             f"{refund.order_id}, {refund.charge_id}: our record and the provider's disagree"
             for refund in refunds
             if not refund.agree
         ]
-        problems += _wrong_payments(self.messages, refunds)
+        problems += wrong_payments(self.messages, refunds)
         if self.kill and not self.killed:
             problems.append("no worker was killed: the refund was over too soon")
         story = _story(next(m for m in self.messages if _suffers(m, "lose_response")))
@@ -258,7 +258,7 @@ def _ended(message: Message) -> Ended:
     return Ended(message, run, plan["order_id"] if plan else None, settled)
 
 
-def _compared(effects: Sequence[Mapping[str, Any]], records: Mapping[str, Any]) -> list[Refunded]:
+def compared(effects: Sequence[Mapping[str, Any]], records: Mapping[str, Any]) -> list[Refunded]:
     """Every charge that is on either side's record."""
     ours = [effect for effect in effects if effect["tool"] == "refund"]
     theirs = records["refunds"]
@@ -278,7 +278,7 @@ def _compared(effects: Sequence[Mapping[str, Any]], records: Mapping[str, Any]) 
     ]
 
 
-def _wrong_payments(messages: Sequence[Message], refunds: Sequence[Refunded]) -> list[str]:
+def wrong_payments(messages: Sequence[Message], refunds: Sequence[Refunded]) -> list[str]:
     """Where the provider's own records differ from what the mails call for."""
     wanted = {
         (str(expect["order_id"]), expect["refund_cents"])
