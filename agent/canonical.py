@@ -25,8 +25,9 @@ MAX_DEPTH: Final = 64
 MAX_INTEGER_DIGITS: Final = 4_000
 
 _WRITER: Final = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
-#: What most of a JSON value is made of, and is in normal form as it is.
+#: Most of a JSON value is of these types, and in normal form as it is; so are integers of a word.
 _ATOMS: Final = frozenset({str, bool, type(None)})
+_WORD: Final = 2**63
 
 
 def parse_json(text: str | bytes) -> Json:
@@ -79,6 +80,8 @@ def digest(*parts: str) -> str:
 
 
 def _normal(value: object, depth: int) -> Json:
+    if type(value) is int and -_WORD < value < _WORD:
+        return value
     if value is None or isinstance(value, str | bool):
         return value
     if isinstance(value, int):
@@ -91,14 +94,14 @@ def _normal(value: object, depth: int) -> Json:
         return int(value) if value.is_integer() else value
     if depth == 0:
         raise NotCanonical(f"nested deeper than {MAX_DEPTH} levels")
-    if isinstance(value, dict | Mapping):  # `dict` first: most are, and the other question is slow
+    if type(value) is dict or isinstance(value, Mapping):  # the second question is a slow one
         out: dict[str, Json] = {}
         for key, item in value.items():
             if not isinstance(key, str):
                 raise NotCanonical(f"a key that is no text ({type(key).__name__})")
             out[key] = item if type(item) in _ATOMS else _normal(item, depth - 1)
         return out
-    if isinstance(value, list | tuple):
+    if type(value) is list or isinstance(value, list | tuple):
         return [item if type(item) in _ATOMS else _normal(item, depth - 1) for item in value]
     raise NotCanonical(f"a value of type {type(value).__name__}")
 

@@ -324,7 +324,7 @@ def next_status(run_id: str, status: RunStatus, event: RunEvent) -> RunStatus:
     """
     moves = TRANSITIONS[status]
     if event not in moves:
-        raise IllegalTransition(run_id, status, event)
+        raise IllegalTransition(run_id, status.value, event.value)
     return moves[event]
 
 

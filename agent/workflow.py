@@ -53,6 +53,8 @@ class Workflow:
     input: type[BaseModel] | None = None
     answer: Callable[[RunFacts], Json] | None = None
     answer_within_ms: int | None = None
+    children: Mapping[str, Stage] = field(init=False, repr=False, compare=False)  # in order
+    _tools: Mapping[str, Tool] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         title = f"workflow {self.name!r}"
@@ -69,18 +71,24 @@ class Workflow:
                 raise InvalidDefinition(title, f"two stages are named {name!r}")
             if not name.isidentifier():
                 raise InvalidDefinition(title, f"stage name {name!r} is no identifier")
-        self._check_tools(title)
+        # What every step looks up is looked up here: a definition never changes.
+        object.__setattr__(self, "stages", tuple(self.stages))
+        object.__setattr__(
+            self, "children", MappingProxyType(dict(zip(names, self.stages, strict=True)))
+        )
+        object.__setattr__(self, "_tools", self._tools_by_name(title))
         self._check_confirmations(title)
         if self.answer_within_ms is not None:
             must_answer_within(
                 title, worst_ms=self.worst_case_ms, required_ms=self.answer_within_ms
             )
 
-    def _check_tools(self, title: str) -> None:
-        seen: dict[str, Tool] = {}
+    def _tools_by_name(self, title: str) -> Mapping[str, Tool]:
+        found: dict[str, Tool] = {}
         for tool in self.tools:
-            if seen.setdefault(tool.name, tool) != tool:
+            if found.setdefault(tool.name, tool) != tool:
                 raise InvalidDefinition(title, f"two different tools are named {tool.name!r}")
+        return MappingProxyType(found)
 
     def _check_confirmations(self, title: str) -> None:
         confirmed: set[Any] = set()
@@ -117,11 +125,6 @@ class Workflow:
         )
 
     @property
-    def children(self) -> Mapping[str, Stage]:
-        """The stages by name, in order."""
-        return MappingProxyType({stage.name: stage for stage in self.stages})
-
-    @property
     def tools(self) -> tuple[Tool, ...]:
         """All tools that any stage can call."""
         return tuple(tool for stage in self.walk() for tool in stage.tools)
@@ -151,10 +154,10 @@ class Workflow:
 
     def tool_named(self, name: str) -> Tool:
         """Return a tool by its exact name; `InvalidDefinition` where no stage has it."""
-        for tool in self.tools:
-            if tool.name == name:
-                return tool
-        raise InvalidDefinition(f"workflow {self.name!r}", f"has no tool {name!r}")
+        tool = self._tools.get(name)
+        if tool is None:
+            raise InvalidDefinition(f"workflow {self.name!r}", f"has no tool {name!r}")
+        return tool
 
     def declared(self) -> dict[str, Json]:
         """What a run declares before its first round: stages, actions, how success is checked."""

@@ -12,8 +12,10 @@ from typing import Any, Final
 
 from celery.worker.consumer import Consumer
 from kombu import Connection
+from kombu.common import ignore_errors
 
 from handrail.broker.refusals import REFUSALS
+from handrail.broker.transport import Transport
 from handrail.broker.verify import (
     UnsafeConfiguration,
     UnsafeSetting,
@@ -56,6 +58,17 @@ class StepConsumer(Consumer):
             if unsafe := tuple(setting for setting in found if setting.code == "redis-evicts"):
                 raise UnsafeConfiguration(unsafe)
         return connection
+
+    def stop(self) -> None:
+        """Consume no more, with no pop left under way at the server.
+
+        The pool stops next and publishes what it gives back: such a pop would fetch a step of that
+        for this process, and nobody would run it before the process has ended.
+        """
+        super().stop()
+        connection: Connection | None = self.connection
+        if connection is not None and isinstance(connection.transport, Transport):
+            ignore_errors(connection, connection.transport.finish_pops)
 
     def create_task_handler(self, *args: Any, **kwargs: Any) -> Callable[[Any], None]:
         """Contain what forged headers raise: Celery lets it end the worker."""

@@ -8,6 +8,7 @@ older protocol, which every Redis, Valkey and proxy speaks.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from queue import Empty
 from typing import Any, Final
 
@@ -35,6 +36,8 @@ CELERYS_OWN: Final[tuple[type[Exception], ...]] = (
 class Channel(kombu_redis.Channel):
     """A channel that drops what is no envelope."""
 
+    _in_poll: Any  # the connection on which a pop is under way
+
     def _brpop_read(self, **options: Any) -> Any:
         try:
             return super()._brpop_read(**options)  # type: ignore[misc]  # unknown to its stubs
@@ -43,6 +46,12 @@ class Channel(kombu_redis.Channel):
         except Exception as error:  # of whatever kind: kombu's JSON makes Decimals, dates, UUIDs
             REFUSALS.note("bad-message", "transport", f"no envelope ({type(error).__name__})")
             return True
+
+    def finish_pop(self) -> None:
+        """Wait for the answer to a pop that is under way; what it brings goes back to its queue."""
+        if self._in_poll:
+            with suppress(Empty):
+                self._brpop_read()
 
     def _connparams(self, asynchronous: bool = False) -> dict[str, Any]:
         return {
@@ -56,12 +65,23 @@ class Transport(kombu_redis.Transport):
     """The transport for `redis://` and `rediss://`; to Celery it is still its Redis transport."""
 
     Channel = Channel
+    channels: Any
+    _callbacks: Any
+
+    def finish_pops(self) -> None:
+        """Let the server have no pop of ours under way; for a worker that consumes no more."""
+        for channel in self.channels:
+            channel.finish_pop()
 
     def _deliver(self, message: object, queue: str | None) -> None:
-        if is_envelope(message):
-            super()._deliver(message, queue)
-        else:
+        if not is_envelope(message):
             REFUSALS.note("bad-message", "transport", "no envelope (shape)")
+        elif queue in self._callbacks:
+            super()._deliver(message, queue)
+        elif self.channels:
+            # Popped for a consumer that is cancelled. kombu's own way back, which reckons with
+            # acknowledgements, leaves a body in bytes in the queue, which nobody can read.
+            self.channels[0]._put(queue, message)
 
 
 def is_envelope(message: object) -> bool:

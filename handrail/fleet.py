@@ -424,7 +424,9 @@ class Fleet:
         Returns the run as it is right after: `cancelled`, `cancelling`, or `reconciling` where the
         outcome of a write is not known yet. A run that has ended is returned as it is.
         """
-        self.ledger.rule(_id(run_id), protocol.cancel)
+        ruled = self.ledger.rule(_id(run_id), protocol.cancel)
+        if ruled.ruling is None:
+            self._changed_nothing("a wish to cancel", ruled)
         run = self.get(run_id)  # before anybody is told: what is in flight is still in flight
         self._signal(run.run_id)
         for runtime in tuple(self._driving):
@@ -452,11 +454,16 @@ class Fleet:
     def _decide(self, run: str | Run, decide: Callable[[Locked], Ruling | None]) -> Run:
         ruled = self.ledger.rule(_id(run), decide)
         if ruled.ruling is None:
+            self._changed_nothing("a person's decision", ruled)
             raise NothingToApprove(_id(run), ruled.locked.state.status.value)
         if ruled.ruling.approval_status == "expired":  # it was too late for that
             raise NothingToApprove(_id(run), ruled.ruling.state.status.value)
         self._send(ruled)
         return self.get(run)
+
+    def _changed_nothing(self, what: str, ruled: Ruled) -> None:
+        state = ruled.locked.state
+        log.info("run %s: %s changed nothing, the run is %s", state.run_id, what, state.status)
 
     def _send(self, ruled: Ruled) -> None:
         if ruled.due is not None:
@@ -508,7 +515,7 @@ class Fleet:
     def ledger(self) -> Ledger:
         """The ledger, checked to be migrated. Raises `NotMigrated`, `DatabaseUnavailable`.
 
-        The embedded default, a file of our own in `home`, is made and migrated when it is first used.
+        The embedded default, a file of our own in `home`, is made and migrated at its first use.
         """
         url = self.settings.database
         if not self.settings.database_url:
@@ -605,7 +612,7 @@ class Fleet:
 
     def close(self) -> None:
         """Close what this process has opened."""
-        for name in ("ledger", "_runtime", "_publisher"):
+        for name in ("_cancel_signal", "_runtime", "_publisher", "ledger"):
             part = self.__dict__.pop(name, None)
             if part is not None:
                 part.close()
@@ -621,6 +628,10 @@ class Fleet:
     @cached_property
     def _publisher(self) -> Publisher:
         return Publisher(self.celery)
+
+    @cached_property
+    def _cancel_signal(self) -> CancelSignal:
+        return CancelSignal(self.settings.redis, key_prefix=self.settings.key_prefix)
 
     def _lock(self) -> IntentLock:
         return (
@@ -642,7 +653,7 @@ class Fleet:
 
     def _signal(self, run_id: str) -> None:
         if self.settings.redis:
-            CancelSignal(self.settings.redis, key_prefix=self.settings.key_prefix).send(run_id)
+            self._cancel_signal.send(run_id)
 
     # ---- inside a worker -------------------------------------------------------------------------
 
@@ -666,13 +677,13 @@ class Fleet:
     def _on_worker_ready(self, **_: object) -> None:
         runtime = self._runtime
         if self.settings.redis:
-            signal = CancelSignal(self.settings.redis, key_prefix=self.settings.key_prefix)
-            signal.listen(runtime.cancel_signalled)
+            self._cancel_signal.listen(runtime.cancel_signalled)
 
     def _on_worker_shutdown(self, **_: object) -> None:
-        runtime = self.__dict__.get("_runtime")
-        if runtime is not None:
-            runtime.close()
+        for name in ("_cancel_signal", "_runtime"):
+            part = self.__dict__.pop(name, None)
+            if part is not None:
+                part.close()
 
 
 _NO_OPTIONS: Final[dict[str, Any]] = {

@@ -64,6 +64,8 @@ from handrail.tasks.runtime import Handle, Runtime
 log = logging.getLogger("handrail.tasks")
 #: How long a run waits before it tries again for a lock that was taken or unreachable.
 LOCK_PAUSE_MS = 1_000
+#: How long a sender holds on to an outcome while the ledger is away, in all about half a minute.
+OUTCOME_PAUSES_S = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 #: A longer reason for a refusal is cut: it goes into the trace and to the model.
 MAX_REASON = 300
 _T = TypeVar("_T")
@@ -548,6 +550,22 @@ class _Step:
         end, reply = judged(tool.contract, arguments, done, self.view(state))
         if done.late is not None:
             self._listen_for_late(done.late, go, tool, arguments, state)
+        await self._outcome_kept(go, tool, end, reply, bound=bound)
+
+    async def _outcome_kept(
+        self, go: Go, tool: Tool, end: End, reply: Reply | None, *, bound: bool
+    ) -> None:
+        """Commit an outcome although the ledger may be away for a while: nobody else has it.
+
+        It counts whenever it is stored, since the effect's token judges it and not the lease.
+        """
+        for pause_s in OUTCOME_PAUSES_S:
+            try:
+                self._outcome(go, tool, end, reply, bound=bound)
+                return
+            except (ConnectionLost, DatabaseUnavailable) as error:
+                log.warning("the outcome of %s is not stored yet (%s)", go.effect.id, error)
+            await asyncio.sleep(pause_s)
         self._outcome(go, tool, end, reply, bound=bound)
 
     def _last_look(self, go: Go) -> bool:
@@ -779,7 +797,7 @@ def _described(tool: Tool) -> MappingProxyType[str, Json]:
     contract = tool.contract
     schema: Json = {"type": "object"}
     if contract.input is not None:
-        schema = json.loads(_schema(contract.input))  # a copy: the gateway may do with it what it wants
+        schema = json.loads(_schema(contract.input))  # a copy: a gateway may change it
     return MappingProxyType(
         {"name": contract.name, "description": contract.description, "schema": schema}
     )

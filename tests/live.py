@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +34,7 @@ SECONDS = 40.0  # for anything that must happen; only a failure takes that long
 POLL_S = 0.02
 CELERY = [sys.executable, "-m", "celery", "-A", "tests.live_fleet:fleet.celery"]
 _T = TypeVar("_T")
-Move = Mapping[str, Any]
+Move = dict[str, Any]
 
 
 # ---- moves of an errand --------------------------------------------------------------------------
@@ -233,7 +233,9 @@ class Deployment:
         """The ledger's row of a run."""
         return self.fleet.ledger.read(run_id)
 
-    def until(self, what: str, condition: Callable[[], _T], *, within_s: float = SECONDS) -> _T:
+    def until(
+        self, what: str, condition: Callable[[], _T | None], *, within_s: float = SECONDS
+    ) -> _T:
         """Wait for a condition, and return what it gave; a failure shows what the workers said."""
         give_up_at = time.monotonic() + within_s
         while True:

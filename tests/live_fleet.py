@@ -212,7 +212,7 @@ def declare(fleet: Fleet) -> Fleet:
             settle_after_ms=100,
         )(save)
         # A lost worker's write is looked at when its lease is over: time limit + 5 s.
-        for name, timeout_ms in (("save", 2_000), ("save_patiently", 20_000))
+        for name, timeout_ms in (("save", 3_000), ("save_patiently", 20_000))
     ]
     fleet.model("default", propose)
     fleet.workflow(

@@ -160,7 +160,7 @@ def test_an_intent_is_sent_again_only_where_the_service_would_know_it(
 
 @pytest.mark.accept("LED-13")
 def test_with_an_unbounded_stall_only_a_lasting_key_or_the_senders_word_suffices() -> None:
-    believed = {"status": S.ABSENT, "doubt": Doubt.BY_QUERY}
+    believed: dict[str, Any] = {"status": S.ABSENT, "doubt": Doubt.BY_QUERY}
 
     def may(sent: Effect) -> bool:
         return may_send(sent, now=DISPATCHED_AT, max_stall_ms=None)

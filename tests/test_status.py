@@ -1,4 +1,4 @@
-"""The life of a run: its statuses, the only legal moves, and that a move is all there or not at all."""
+"""The life of a run: its statuses, the only legal moves, and that a move is whole or not made."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Final
 
@@ -16,9 +15,9 @@ from handrail import AgentLoop, Fleet, ToolCall, Workflow
 from handrail.agent import machine, protocol
 from handrail.agent.budget import Budget
 from handrail.agent.errors import IllegalTransition
-from handrail.agent.machine import RunState, Turn
+from handrail.agent.machine import RunState
 from handrail.agent.protocol import Locked, Ruling
-from handrail.agent.stage import AskModel, Command, End, InvokeTool, Stop, Succeeded, Verify
+from handrail.agent.stage import AskModel, End, Proposed, Stop, Succeeded
 from handrail.agent.status import (
     STOPS,
     TERMINAL,
@@ -31,6 +30,7 @@ from handrail.agent.status import (
 from handrail.agent.tools import FOREVER, Tool
 from handrail.broker.message import StepMessage
 from handrail.gateway.model import Scripted
+from handrail.ledger.database import Database
 from handrail.ledger.errors import NothingToApprove
 from handrail.ledger.ledger import Claim, Ledger
 from handrail.ledger.migrate import create_all
@@ -310,11 +310,11 @@ def test_an_exhausted_budget_stops_the_run_with_its_own_reason(
 ) -> None:
     desk.workflow(desk.read())
 
-    async def slowly() -> str:
-        await asyncio.sleep(0.050)
+    def slowly(call: ToolCall) -> str:
+        desk.virtual.advance(25)
         return "found"
 
-    desk.answers = lambda call: slowly()
+    desk.answers = slowly
     run = desk.run(ask("lookup", id=1), ask("lookup", id=2), ask("lookup", id=3), budget=budget)
 
     assert (run.status, run.reason) == ("budget_exhausted", reason)
@@ -457,19 +457,19 @@ def test_a_cancelling_run_asks_no_model_again(desk: Desk) -> None:
 
 
 @pytest.mark.accept("STM-11")
-@pytest.mark.parametrize("command", ["tool", "model", "verification"])
+@pytest.mark.parametrize("start", ["tool", "model", "verification"])
 def test_the_machine_turns_every_start_of_a_cancelling_run_into_the_end(
-    command: str, desk: Desk
+    start: str, desk: Desk
 ) -> None:
+    """Even where the wish itself is not visible: the status is enough."""
     desk.workflow(desk.read())
-    state = cancelling(desk)
-    view = state.view(remaining_ms=1_000, cancelled=False)  # the wish is not even visible
-    starts: dict[str, Command] = {
-        "tool": InvokeTool("lookup", "1", {}, "hash", 0, "any", 100),
-        "model": AskModel("default", ("lookup",)),
-        "verification": Verify("done", 100),
-    }
-    turn: Turn = machine._run(desk.fleet.workflows["task@1"], state, starts[command], view, [])
+    workflow, state = desk.fleet.workflows["task@1"], cancelling(desk)
+    view = state.view(remaining_ms=1_000, cancelled=False)
+    proposals = {"tool": ask("lookup", id=1), "verification": claim("done")}
+    if start == "model":
+        turn = machine.start(workflow, replace(state, levels=()), view)
+    else:
+        turn = machine.on(workflow, state, Proposed(End.RETURNED, proposals[start]), view)
 
     assert isinstance(turn.command, Stop)
     assert turn.state.status is S.CANCELLED
@@ -555,7 +555,7 @@ def a_fleet(url: str) -> Fleet:
 
 @pytest.mark.accept("STM-10")
 def test_an_illegal_move_fails_and_the_stored_status_stays(database: str) -> None:
-    """Every pair of statuses that is not in the table, by every event that leads there from elsewhere."""
+    """For every pair that is not in the table, by every event that leads there from elsewhere."""
     fleet = a_fleet(database)
     ledger = fleet.ledger
     run_id = fleet.enqueue("task", goal="any")
@@ -702,7 +702,7 @@ def test_a_process_that_dies_between_trace_and_state_has_written_neither(
     before = snapshot(fleet.ledger, run_id)
 
     one_statement = database.startswith("postgresql") and write is commit_a_stop
-    code = in_a_process_that_dies(place, one_statement, lambda: write(Ledger(database), claim))
+    code = in_a_process_that_dies(place, lambda: write(Ledger(database), claim))
 
     after = snapshot(fleet.ledger, run_id)
     assert code == 9  # it died where it was to die
@@ -714,21 +714,24 @@ def test_a_process_that_dies_between_trace_and_state_has_written_neither(
     fleet.close()
 
 
-def in_a_process_that_dies(place: str, one_statement: bool, act: Callable[[], object]) -> int:
+def in_a_process_that_dies(place: str, act: Callable[[], object]) -> int:
     """Run `act` in a forked process that ends at a place, as if it were killed; its exit code."""
     pid = os.fork()
     if pid:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     try:
-        name = "_commit_once" if one_statement else "_trace"
-        whole = getattr(Ledger, name)
+        whole = Database._execute
 
-        def dies(self: Ledger, *arguments: Any, **options: Any) -> Any:
-            if place == "after the trace":
-                whole(self, *arguments, **options)
-            os._exit(9)
+        def dies(self: Database, connection: Any, sql: str, params: Mapping[str, Any]) -> Any:
+            writes_the_trace = "INSERT INTO handrail_trace" in sql
+            if writes_the_trace and place == "before the trace":
+                os._exit(9)
+            found = whole(self, connection, sql, params)
+            if writes_the_trace:
+                os._exit(9)
+            return found
 
-        setattr(Ledger, name, dies)
+        Database._execute = dies  # type: ignore[method-assign]
         act()
     finally:
         os._exit(1)
@@ -736,7 +739,7 @@ def in_a_process_that_dies(place: str, one_statement: bool, act: Callable[[], ob
 
 # ---- what comes after the end --------------------------------------------------------------------
 
-ENDED = {
+ENDED: Final[dict[str, list[Any]]] = {
     "completed": [claim("done")],
     "failed": [ask("refund")],
     "budget_exhausted": [ask("lookup", id=1), ask("lookup", id=2)],
@@ -768,7 +771,7 @@ def test_an_ended_run_stays_as_it_is_whatever_arrives(
     epoch = ledger.read(run_id)["epoch"]
     for seen in range(epoch + 2):
         desk.virtual.handle(StepMessage(run_id=run_id, step=run.step, epoch=seen))
-    assert desk.fleet.cancel(run_id) == replace(run, remaining_ms=run.remaining_ms)
+    assert desk.fleet.cancel(run_id) == run
     late: list[Callable[[], object]] = [
         lambda: desk.fleet.approve(run_id),
         lambda: desk.fleet.reject(run_id),
@@ -782,8 +785,8 @@ def test_an_ended_run_stays_as_it_is_whatever_arrives(
 
     assert snapshot(ledger, run_id) == before
     assert desk.virtual.runtime.counts["dropped"] >= epoch + 2
-    assert f"run {run_id}: a wish to cancel came when it had ended" in caplog.text
-    assert caplog.text.count(f"run {run_id}: a person's decision came") == len(late)
+    assert f"run {run_id}: a wish to cancel changed nothing, the run is {status}" in caplog.text
+    assert caplog.text.count(f"run {run_id}: a person's decision changed nothing") == len(late)
 
 
 @pytest.mark.accept("STM-14")

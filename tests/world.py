@@ -45,6 +45,23 @@ from handrail.tasks.step import run_step
 from handrail.testing.services import EmbeddedPostgres
 
 _T = TypeVar("_T")
+
+
+def look(**arguments: Json) -> dict[str, Json]:
+    """A proposal to read."""
+    return {"kind": "tool", "tool": "lookup", "arguments": arguments}
+
+
+def save(**arguments: Json) -> dict[str, Json]:
+    """A proposal to write; the intent is `save:<id>`."""
+    return {"kind": "tool", "tool": "save", "arguments": arguments}
+
+
+def save_for_goal(seen: Mapping[str, Any]) -> dict[str, Json]:
+    """A proposal to write something of its own in every run: the intent is `save:<run id>`."""
+    return save(id=seen["goal"])
+
+
 START_MS: Final = 1_800_000_000_000
 SECOND: Final = 1_000
 LEASE_MS: Final = 30_000
@@ -96,10 +113,21 @@ class TappedDatabase(Database):
     statements: list[str]
     _lose_in: int | None = None
     _executed = False
+    _only = ""
+    _then: Callable[[], object] | None = None
 
-    def lose(self, number: int, *, executed: bool) -> None:
-        """Break the connection at the n-th statement from now, before or after it took effect."""
-        self._lose_in, self._executed = number, executed
+    def lose(
+        self,
+        number: int,
+        *,
+        executed: bool,
+        only: str = "",
+        then: Callable[[], object] | None = None,
+    ) -> None:
+        """Break the connection at the n-th statement from now (of those that begin with `only`),
+        before or after it took effect; `then` happens before anybody can look.
+        """
+        self._lose_in, self._executed, self._only, self._then = number, executed, only, then
         self.statements = []
 
     @property
@@ -111,7 +139,7 @@ class TappedDatabase(Database):
         self, connection: Any, sql: str, params: Mapping[str, Any]
     ) -> list[dict[str, Any]]:
         self.statements.append(" ".join(sql.split()))
-        if not self._lose_in:
+        if not self._lose_in or not self.statements[-1].startswith(self._only):
             return super()._execute(connection, sql, params)
         self._lose_in -= 1
         if self._lose_in:
@@ -120,9 +148,13 @@ class TappedDatabase(Database):
             super()._execute(connection, sql, params)
         if self.postgres:
             connection.close()
+        else:
+            assert isinstance(connection, sqlite3.Connection)
+            connection.rollback()
+        if self._then is not None:
+            self._then()
+        if self.postgres:
             raise psycopg.OperationalError("the answer was lost")
-        assert isinstance(connection, sqlite3.Connection)
-        connection.rollback()
         raise ConnectionLost("the answer was lost")
 
 
@@ -213,8 +245,9 @@ class Service:
     """What the tools of these worlds call. Its records say what really happened.
 
     `script` holds how the next writes go, one word each: ok; lost (performed, the answer is lost);
-    dropped (never arrives, no answer); late:<ms> (arrives so much later, no answer); refused; busy
-    (refused, may be tried again); unclear (it does not know itself).
+    dropped (never arrives, no answer); late:<ms> (arrives so much later, no answer); hang (never
+    arrives, nothing ends the call); refused; busy (refused, may be tried again); unclear (it does
+    not know itself).
     """
 
     clock: Clock
@@ -264,6 +297,8 @@ class Service:
             raise ToolRefused("busy", retryable=True)
         elif word == "unclear":
             raise ToolUnclear("gateway-timeout")
+        elif word == "hang":
+            return None  # it arrives nowhere, and whoever sent it waits
         elif word == "late":
             landing = self.clock.ms + int(detail)
             self.air.append((landing, lambda: self.arrive(call, arguments, valid_ms)))
@@ -297,6 +332,7 @@ class World:
         self.service = Service(self.clock, lambda: self.outside)
         self.reconciler = self.sweeper()
         self._runner = asyncio.Runner()
+        self._home = threading.current_thread()
         self._move(START_MS)
 
     def _ledger(self) -> Ledger:
@@ -367,6 +403,9 @@ class World:
         async def execute(arguments: dict[str, Json], call: ToolCall) -> Json:
             outside = self.outside
             outside.at("before write tool")
+            if self.service.script[:1] == ["hang"]:
+                self.service.execute(arguments, call, key_valid_for_ms)
+                await asyncio.Event().wait()
             answer = self.service.execute(arguments, call, key_valid_for_ms)
             outside.at("after write tool")
             return answer
@@ -402,23 +441,20 @@ class World:
             self.service.calls[f"model {seen['goal']}"] += 1
             number = len(seen["observations"])
             proposal = plan[number] if number < len(plan) else {"kind": "complete", "answer": "ok"}
+            proposal = proposal(seen) if callable(proposal) else proposal
             outside.at("after model")
             return proposal
-
-        def verify(claim: Json, call: ToolCall) -> bool:
-            return True
 
         async def checked(claim: Json, call: ToolCall) -> bool:
             outside = self.outside
             outside.at("before verify")
             outside.at("after verify")
-            return verify(claim, call)
+            return True
 
         self.fleet.model(name, propose)
-        loop = AgentLoop(name="loop", actions=tools, model=name, verify=checked)
-        self.fleet.workflow(
-            Workflow(name=name, stages=stages if stages is not None else [loop], **options)
-        )
+        if stages is None:
+            stages = [AgentLoop(name="loop", actions=tools, model=name, verify=checked)]
+        self.fleet.workflow(Workflow(name=name, stages=stages, **options))
         return name
 
     # ---- runs ------------------------------------------------------------------------------------
@@ -478,7 +514,10 @@ class World:
         before, self.outside = self.outside, outside
         runtime = runtime or self.worker(outside)
         try:
-            self._runner.run(run_step(runtime, message or self.message(run_id)))
+            # A worker that is paused in a call holds this thread's event loop: its fellows run
+            # in threads of their own.
+            run = self._runner.run if threading.current_thread() is self._home else asyncio.run
+            run(run_step(runtime, message or self.message(run_id)))
         except Died:
             assert outside.dead
         finally:
@@ -489,7 +528,6 @@ class World:
         """Do something in another thread, while a worker of this one is paused in a call."""
         found: list[_T] = []
         failed: list[BaseException] = []
-        runner, self._runner = self._runner, asyncio.Runner()
         outside, self.outside = self.outside, Outside()
 
         def work() -> None:
@@ -501,8 +539,7 @@ class World:
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
-        self._runner.close()
-        self._runner, self.outside = runner, outside
+        self.outside = outside
         if failed:
             raise failed[0]
         return found[0]
