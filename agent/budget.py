@@ -16,11 +16,14 @@ from handrail.agent.errors import InvalidBudget, InvalidDefinition
 from handrail.agent.status import Reason
 
 MAX_COUNT: Final = 2**53  # fits every store, and no honest budget is larger
+MAX_MS: Final = 2**52  # added to an instant it still fits
 
 
-def _whole(name: str, value: object, *, least: int) -> None:
-    if type(value) is not int or not least <= value <= MAX_COUNT:
+def _whole(name: str, value: object, *, least: int, most: int = MAX_COUNT) -> None:
+    if type(value) is not int or value < least:
         raise InvalidBudget(name, value, f"a whole number of at least {least}")
+    if value > most:
+        raise InvalidBudget(name, value, f"a whole number of at most {most}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +50,8 @@ class Budget:
     def __post_init__(self) -> None:
         for item in fields(self):
             if item.name != "per_tool":
-                _whole(item.name, getattr(self, item.name), least=0)
+                most = MAX_MS if item.name.endswith("_ms") else MAX_COUNT
+                _whole(item.name, getattr(self, item.name), least=0, most=most)
         if not isinstance(self.per_tool, Mapping):
             raise InvalidBudget("per_tool", self.per_tool, "a mapping from tool name to a count")
         for tool, count in self.per_tool.items():

@@ -80,6 +80,8 @@ def digest(*parts: str) -> str:
 
 
 def _normal(value: object, depth: int) -> Json:
+    if type(value) is dict:  # most are; the questions below take their time
+        return _normal_object(value, depth)
     if type(value) is int and -_WORD < value < _WORD:
         return value
     if value is None or isinstance(value, str | bool):
@@ -92,18 +94,27 @@ def _normal(value: object, depth: int) -> Json:
         if not math.isfinite(value):
             raise NotCanonical("a number that is not finite")
         return int(value) if value.is_integer() else value
+    if isinstance(value, list | tuple):
+        _check_depth(depth)
+        return [item if type(item) in _ATOMS else _normal(item, depth - 1) for item in value]
+    if isinstance(value, Mapping):
+        return _normal_object(value, depth)
+    raise NotCanonical(f"a value of type {type(value).__name__}")
+
+
+def _normal_object(value: Mapping[Any, Any], depth: int) -> dict[str, Json]:
+    _check_depth(depth)
+    out: dict[str, Json] = {}
+    for key, item in value.items():
+        if not isinstance(key, str):
+            raise NotCanonical(f"a key that is no text ({type(key).__name__})")
+        out[key] = item if type(item) in _ATOMS else _normal(item, depth - 1)
+    return out
+
+
+def _check_depth(depth: int) -> None:
     if depth == 0:
         raise NotCanonical(f"nested deeper than {MAX_DEPTH} levels")
-    if type(value) is dict or isinstance(value, Mapping):  # the second question is a slow one
-        out: dict[str, Json] = {}
-        for key, item in value.items():
-            if not isinstance(key, str):
-                raise NotCanonical(f"a key that is no text ({type(key).__name__})")
-            out[key] = item if type(item) in _ATOMS else _normal(item, depth - 1)
-        return out
-    if type(value) is list or isinstance(value, list | tuple):
-        return [item if type(item) in _ATOMS else _normal(item, depth - 1) for item in value]
-    raise NotCanonical(f"a value of type {type(value).__name__}")
 
 
 def _exact_number(text: str) -> int | float:

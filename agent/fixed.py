@@ -14,10 +14,11 @@ from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
 from handrail.agent import trace
+from handrail.agent.budget import MAX_MS
 from handrail.agent.canonical import Json, normal
 from handrail.agent.commands import command_from_json, command_to_json
 from handrail.agent.errors import HandrailError, InvalidDefinition
-from handrail.agent.loop import judge, judge_verdict, permission
+from handrail.agent.loop import judge, judge_verdict, permission, plain
 from handrail.agent.stage import (
     Action,
     Approved,
@@ -41,7 +42,15 @@ from handrail.agent.stage import (
 )
 from handrail.agent.stage import Verify as VerifyCommand
 from handrail.agent.status import Reason
-from handrail.agent.tools import Invalid, Permit, RunFacts, Tool, ToolContract, must_be_tool
+from handrail.agent.tools import (
+    Invalid,
+    Permit,
+    RunFacts,
+    Tool,
+    ToolContract,
+    must_be_functions,
+    must_be_tool,
+)
 from handrail.agent.trace import TraceEvent
 
 _NO_CHILDREN: Final[Mapping[str, Stage]] = MappingProxyType({})
@@ -100,6 +109,7 @@ class Read:
 
     def __post_init__(self) -> None:
         must_be_tool(f"stage {self.name!r}", self.tool)
+        must_be_functions(f"stage {self.name!r}", arguments=self.arguments)
         if self.tool.contract.side_effect.writes:
             raise InvalidDefinition(
                 f"stage {self.name!r}", f"{self.tool.name!r} writes: use Confirm and Commit"
@@ -131,6 +141,9 @@ class Check:
     name: str
     judge: Callable[[RunFacts], Judgement]
 
+    def __post_init__(self) -> None:
+        must_be_functions(f"stage {self.name!r}", judge=self.judge)
+
     @property
     def children(self) -> Mapping[str, Stage]:
         """No stages below."""
@@ -152,9 +165,9 @@ class Check:
                 )
                 return Move({}, Stop(Reason.COMPLETED, answer=normal(answer)), (verified,))
             case HandOff(detail):
-                return Move({}, Stop(Reason.HANDOFF_REQUIRED, detail))
+                return Move({}, Stop(Reason.HANDOFF_REQUIRED, plain(detail)))
             case Deny(reason, detail):
-                return Move({}, Stop(reason, detail))
+                return Move({}, Stop(reason, plain(detail)))
         raise InvalidDefinition(f"stage {self.name!r}", "a check answers with a Judgement")
 
     def on(self, frame: Frame, event: Event, view: View) -> Move:
@@ -169,6 +182,12 @@ class Confirm:
     name: str
     action: Callable[[RunFacts], Action]
     expires_ms: int = 24 * 3_600_000
+
+    def __post_init__(self) -> None:
+        title = f"stage {self.name!r}"
+        must_be_functions(title, action=self.action)
+        if type(self.expires_ms) is not int or not 1 <= self.expires_ms <= MAX_MS:
+            raise InvalidDefinition(title, "expires_ms must be a whole number of at least 1")
 
     @property
     def children(self) -> Mapping[str, Stage]:
@@ -211,6 +230,7 @@ class Commit:
 
     def __post_init__(self) -> None:
         must_be_tool(f"stage {self.name!r}", self.tool)
+        must_be_functions(f"stage {self.name!r}", action=self.action)
         if not self.tool.contract.side_effect.writes:
             raise InvalidDefinition(
                 f"stage {self.name!r}", f"{self.tool.name!r} is no write: use Read"
@@ -254,6 +274,7 @@ class Verify:
     cost_microusd: int = 0
 
     def __post_init__(self) -> None:
+        must_be_functions(f"stage {self.name!r}", check=self.check, claim=self.claim)
         if type(self.cost_microusd) is not int or self.cost_microusd < 0:
             raise InvalidDefinition(
                 f"stage {self.name!r}", "cost_microusd must be a whole number of at least 0"
@@ -288,7 +309,7 @@ class Verify:
         if not event.ok:
             stop = Stop(Reason.VERIFICATION_FAILED, {"evidence": event.evidence})
             return Move(frame, stop, judged.events)
-        output: Json = {**event.detail, "evidence": event.evidence}
+        output = plain({**event.detail, "evidence": event.evidence})
         return Move(frame, Finish(output), judged.events)
 
 
@@ -298,7 +319,7 @@ def _call(stage: str, action: Action, view: View, *, approval: bool = False) -> 
     """
     contract = action.tool.contract
     try:
-        checked = contract.validate(dict(_plain(action.arguments)))
+        checked = contract.validate(plain(action.arguments))
     except HandrailError as error:
         return _refused(view, Reason.INVALID_PROPOSAL, stage, contract, str(error))
     if isinstance(checked, Invalid):
@@ -365,9 +386,3 @@ def _refused(view: View, reason: Reason, stage: str, contract: ToolContract, pro
     )
     detail: dict[str, Json] = {"stage": stage, "tool": contract.name, "problem": problem[:300]}
     return Move({}, Stop(reason, detail), (rejected,))
-
-
-def _plain(arguments: Mapping[str, Json]) -> dict[str, Json]:
-    value = normal(dict(arguments))
-    assert isinstance(value, dict)
-    return value

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from handrail.agent import trace
 from handrail.agent.budget import CODE_OF, charge_more
-from handrail.agent.canonical import Json, digest, dumps
+from handrail.agent.canonical import Json, digest, dumps, normal
 from handrail.agent.commands import command_from_json, command_to_json
 from handrail.agent.errors import InvalidDefinition
 from handrail.agent.proposal import (
@@ -63,6 +63,7 @@ from handrail.agent.tools import (
     Validated,
     action_digest,
     fingerprint,
+    must_be_functions,
     must_be_tool,
 )
 from handrail.agent.trace import TraceEvent
@@ -107,9 +108,11 @@ class AgentLoop:
 
     def __post_init__(self) -> None:
         title = f"agent loop {self.name!r}"
+        actions: object = self.actions
+        if not isinstance(actions, list | tuple) or not actions:
+            raise InvalidDefinition(title, "actions must list the tools the model may choose from")
         object.__setattr__(self, "actions", tuple(self.actions))
-        if not self.actions:
-            raise InvalidDefinition(title, "name the tools that the model may choose from")
+        must_be_functions(title, allowed=self.allowed)
         for action in self.actions:
             must_be_tool(title, action)
         if not callable(self.verify):
@@ -469,9 +472,10 @@ def judge(
         if reply.retryable:
             return Judged((classified,), None)
         return Judged((classified,), Stop(Reason.TOOL_FAILED, {"code": code}))
-    detail: dict[str, Json] = {"tool": contract.name, "evidence_ref": event.evidence}
+    detail: dict[str, Json] = {}
     if contract.public is not None:
-        detail |= dict(contract.public(contract.revive(dict(arguments)), reply.value))
+        detail = plain(contract.public(contract.revive(dict(arguments)), reply.value))
+    detail |= {"tool": contract.name, "evidence_ref": event.evidence}
     return Judged((classified, _event(view, trace.RESULT_VERIFIED, **detail)), None)
 
 
@@ -486,10 +490,19 @@ def judge_verdict(event: Verdict, view: View) -> Judged:
         )
         reason = _cut_off(event.end, event.bound, view, Reason.VERIFICATION_FAILED)
         return Judged((failed,), Stop(reason))
-    detail: dict[str, Json] = {**event.detail, "verified": event.ok}
-    if event.evidence is not None:
-        detail["evidence_ref"] = event.evidence
+    evidence = {} if event.evidence is None else {"evidence_ref": event.evidence}
+    detail = plain({**event.detail, "verified": event.ok, **evidence})
     return Judged((_event(view, trace.COMPLETION_VERIFIED, **detail),), None)
+
+
+def plain(detail: Mapping[str, Json]) -> dict[str, Json]:
+    """Read what a workflow's own code says into JSON, before anything is written on its word.
+
+    Raises `NotCanonical`.
+    """
+    value = normal(dict(detail))
+    assert isinstance(value, dict)
+    return value
 
 
 def permission(contract: ToolContract, checked: Validated, view: View) -> Permit:

@@ -18,7 +18,6 @@ from handrail.agent.canonical import Json
 from handrail.agent.errors import InvariantBroken
 from handrail.agent.stage import (
     OBSERVATION_WINDOW,
-    Approved,
     AskModel,
     ChildDone,
     Command,
@@ -200,12 +199,7 @@ def stop(
 
 def moved(state: RunState, event: RunEvent, events: list[TraceEvent]) -> RunState:
     """Make one move of the transition table and record it, if the status changes."""
-    status = next_status(state.run_id, state.status, event)
-    if status is not state.status:
-        detail: dict[str, Json] = {"event": event.value, "from": state.status, "to": status}
-        events.append(TraceEvent(trace.RUN_MOVED, state.step, detail))
-        state = replace(state, status=status)
-    return state
+    return _at(state, _move(state, state.status, event, events))
 
 
 def resumed(state: RunState, event: RunEvent, events: list[TraceEvent], **detail: Json) -> RunState:
@@ -300,29 +294,47 @@ def _run(
 
 def _moves_of(state: RunState, event: Event, events: list[TraceEvent]) -> RunState:
     """Make the status moves that a tool's result means, before its stage judges it."""
-    if isinstance(event, Result) and state.status is _S.RUNNING:
+    status = state.status
+    if isinstance(event, Result) and status is _S.RUNNING:
         # A read was never durable as `executing`: the commit traces both moves.
         assert isinstance(state.pending, InvokeTool)
-        state = _towards_execution(state, state.pending, events)
-    if isinstance(event, Resolved) and state.status is _S.EXECUTING:
-        return moved(state, _E.RESULT_VERIFIED, events)  # another run's recorded result
-    if isinstance(event, Approved) and state.status is _S.EXECUTING:
-        return state
-    if isinstance(event, Result) and event.settled and state.status is _S.EXECUTING:
-        if isinstance(event.reply, Succeeded):
-            state = moved(state, _E.RESULT_VERIFIED, events)
-        elif isinstance(event.reply, Refused) and event.reply.retryable:
-            state = moved(state, _E.RETRYABLE_FAILURE, events)
-    return state
+        status = _move(state, status, _cause_of(state.pending), events)
+    if status is not _S.EXECUTING:
+        return _at(state, status)
+    match event:
+        case Resolved():  # another run's recorded result
+            status = _move(state, status, _E.RESULT_VERIFIED, events)
+        case Result(reply=Succeeded(), settled=True):
+            status = _move(state, status, _E.RESULT_VERIFIED, events)
+        case Result(reply=Refused(retryable=True), settled=True):
+            status = _move(state, status, _E.RETRYABLE_FAILURE, events)
+    return _at(state, status)
+
+
+def _move(
+    state: RunState, status: RunStatus, event: RunEvent, events: list[TraceEvent]
+) -> RunStatus:
+    following = next_status(state.run_id, status, event)
+    if following is not status:
+        detail: dict[str, Json] = {"event": event.value, "from": status, "to": following}
+        events.append(TraceEvent(trace.RUN_MOVED, state.step, detail))
+    return following
+
+
+def _at(state: RunState, status: RunStatus) -> RunState:
+    return state if status is state.status else replace(state, status=status)
+
+
+def _cause_of(command: InvokeTool) -> RunEvent:
+    # The same two moves whoever chose the call: a model's proposal, or the program's own
+    # checkpoint.
+    return _E.CHECKPOINT_RESUMED if command.fixed else _E.PROPOSAL_ALLOWED
 
 
 def _towards_execution(state: RunState, command: InvokeTool, events: list[TraceEvent]) -> RunState:
-    if state.status is _S.QUEUED:  # a workflow whose first stage writes: its first claim moves it
-        return state
-    # The same two moves whoever chose the call: a model's proposal, or the program's own
-    # checkpoint.
-    cause = _E.CHECKPOINT_RESUMED if command.fixed else _E.PROPOSAL_ALLOWED
-    return state if state.status is _S.EXECUTING else moved(state, cause, events)
+    if state.status in (_S.QUEUED, _S.EXECUTING):
+        return state  # a workflow whose first stage writes is moved by its first claim
+    return moved(state, _cause_of(command), events)
 
 
 def _finished(

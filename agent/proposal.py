@@ -54,7 +54,7 @@ _FIELDS: Final[Mapping[str, frozenset[str]]] = {
     "complete": frozenset({"kind", "answer"}),
     "clarify": frozenset({"kind", "question"}),
 }
-_MAX_KIND: Final = 64
+_MAX_KIND: Final = 1_000
 
 
 def parse_proposal(raw: object) -> Proposal | Malformed:

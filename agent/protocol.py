@@ -16,6 +16,7 @@ from handrail.agent.canonical import Json, canonical
 from handrail.agent.commands import command_to_json
 from handrail.agent.effects import (
     QUERIES_PER_DISPATCH,
+    UNRESOLVED,
     Answer,
     Applied,
     AskAgain,
@@ -242,9 +243,9 @@ def dispatch(
     assert effect is not None
     if locked.claim_id != claim_id or not locked.lease_live:
         return None, Halt("not-mine")
-    if locked.cancel_requested:
+    if locked.cancel_requested and locked.own_effect not in UNRESOLVED:
         return _stop(locked, Reason.CANCELLED), Halt("cancelled")
-    if state.status is not _S.EXECUTING:
+    if locked.cancel_requested or state.status is not _S.EXECUTING:
         return None, Halt("not-mine")
     if effect.arguments_hash != command.arguments_hash or effect.status is EffectStatus.COMPENSATED:
         problem = "the intent exists with other arguments, or was undone"
@@ -400,7 +401,7 @@ def _receipt(locked: Locked, workflow: Workflow, effect: Effect, out: Outcome) -
         return _applied_although_cancelled(replace(locked, effect=proved), proved, events)
     try:
         turn = machine.on(workflow, locked.state, event, locked.view())
-    except Exception:
+    except BaseException:
         # A receipt is never lost to a fault in the workflow's own code: the next step meets that.
         return replace(_takes_recorded(locked, proved), effect=proved)
     return replace(settle_turn(turn, effect), effect=proved)
@@ -413,7 +414,7 @@ def _judged_events(
     try:
         contract = workflow.tool_named(effect.tool).contract
         return [*judge(contract, effect.arguments, event, locked.view()).events]
-    except Exception:
+    except BaseException:
         return []  # the workflow's own code raised: a receipt is not lost to that
 
 
@@ -435,7 +436,7 @@ def _own_word_absent(locked: Locked, workflow: Workflow, effect: Effect, out: Ou
     )
     try:
         turn = machine.on(workflow, locked.state, event, locked.view())
-    except Exception as error:
+    except BaseException as error:
         problem = f"the workflow's code raised {type(error).__name__}"
         turn = machine.stop(
             locked.state, Reason.HANDOFF_REQUIRED, locked.view(), {"problem": problem}
@@ -478,7 +479,7 @@ def contrary_evidence(locked: Locked) -> Ruling:
         contradicted = replace(effect, status=EffectStatus.CONTRADICTED)
         return Ruling(state=state, lease="keep", effect=contradicted, handoff=package)
     events: list[TraceEvent] = []
-    state = machine.moved(state, _E.CONTRARY_EVIDENCE, events)
+    state = machine.moved(_without_its_holder(locked).state, _E.CONTRARY_EVIDENCE, events)
     trigger = Trigger.CONTRARY_EVIDENCE
     ruling = _ended(locked, state, Reason.UNKNOWN_EFFECT, events, {"trigger": trigger.value})
     # It left by now at the latest: from here on counts how long it may take to land.
@@ -521,9 +522,13 @@ def cancel(locked: Locked) -> Ruling | None:
             state = machine.moved(state, _E.CANCEL_WISHED, events)
             return Ruling(state=state, events=tuple(events), wish=True, lease="keep")
     if locked.own_effect is EffectStatus.UNKNOWN:  # released for sending again, not yet sent
+        locked = _without_its_holder(locked)
         assert locked.effect is not None
         turn = machine.stop(
-            state, Reason.UNKNOWN_EFFECT, locked.view(), {"trigger": Trigger.CANCELLATION.value}
+            locked.state,
+            Reason.UNKNOWN_EFFECT,
+            locked.view(),
+            {"trigger": Trigger.CANCELLATION.value},
         )
         return Ruling(
             state=turn.state,
@@ -537,7 +542,8 @@ def cancel(locked: Locked) -> Ruling | None:
     if in_flight or state.status is _S.AWAITING_BRANCHES:
         state = machine.moved(state, _E.CANCEL_IN_FLIGHT, events)
         return Ruling(state=state, events=tuple(events), wish=True, lease="keep")
-    return replace(_stop(locked, Reason.CANCELLED, before=events), wish=True)
+    ended = _stop(_without_its_holder(locked), Reason.CANCELLED, before=events)
+    return replace(ended, wish=True)
 
 
 # ---- what the sweep finds ------------------------------------------------------------------------
@@ -560,6 +566,8 @@ def wake(locked: Locked, *, max_attempts: int, max_stall_ms: int | None) -> Ruli
             return _reconcile(locked, max_stall_ms)
         case _S.CANCELLING:
             return _cancelling_at_rest(locked)
+    if locked.own_effect is EffectStatus.DISPATCHED:
+        return _lease_lost(locked, max_attempts)
     if locked.cancel_requested:
         return _stop(locked, Reason.CANCELLED)
     overdue = _overdue(locked)
@@ -573,10 +581,16 @@ def _overdue(locked: Locked) -> Reason | None:
     return Reason.DEADLINE_EXHAUSTED if locked.left_ms <= 0 else None
 
 
-def _lease_lost(locked: Locked, max_attempts: int) -> Ruling:
-    # What was reserved may have been used by the worker that is gone: it stays charged.
+def _without_its_holder(locked: Locked) -> Locked:
+    """The run as it is once its holder is fenced off or gone: the call that the claim has reserved
+    may have been made, so that it stays charged.
+    """
     left = replace(locked.state.left, tool_calls_reserved=0)
-    locked = replace(locked, state=replace(locked.state, left=left))
+    return replace(locked, state=replace(locked.state, left=left))
+
+
+def _lease_lost(locked: Locked, max_attempts: int) -> Ruling:
+    locked = _without_its_holder(locked)
     state, effect = locked.state, locked.effect
     if locked.own_effect in (EffectStatus.DISPATCHED, EffectStatus.UNKNOWN):
         assert effect is not None

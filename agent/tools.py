@@ -149,8 +149,20 @@ class ToolContract:
     public: Callable[[Arguments, Json], Mapping[str, Json]] | None = None
 
     def __post_init__(self) -> None:
-        if not self.name or self.name != self.name.strip():
-            raise InvalidDefinition(f"tool {self.name!r}", "give it a name without outer blanks")
+        name: object = self.name
+        if not isinstance(name, str) or not name or name != name.strip():
+            raise InvalidDefinition(self._title, "give it a name without outer blanks")
+        must_be_functions(
+            self._title,
+            allow=self.allow,
+            intent=self.intent,
+            postcondition=self.postcondition,
+            belongs_to=self.belongs_to,
+            public=self.public,
+        )
+        for field_name, is_right, wanted in _OF_TYPE:
+            if not is_right(getattr(self, field_name)):
+                raise InvalidDefinition(self._title, f"{field_name} must be {wanted}")
         for unit in ("timeout_ms", "max_output_bytes"):
             value = getattr(self, unit)
             if type(value) is not int or value < 1:
@@ -267,6 +279,33 @@ class ToolContract:
         return value
 
 
+def is_model(value: object) -> bool:
+    """Whether a value is a pydantic model: the class, not an instance."""
+    return isinstance(value, type) and issubclass(value, BaseModel)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+#: What a contract's fields hold, beside its functions and numbers: (field, check, words for it).
+_OF_TYPE: Final[tuple[tuple[str, Callable[[Any], bool], str], ...]] = (
+    ("description", _is_text, "a text"),
+    ("version", _is_text, "a text"),
+    ("permission", lambda value: value is None or _is_text(value), "a text"),
+    ("input", lambda value: value is None or is_model(value), "a pydantic model"),
+    ("output", lambda value: value is None or is_model(value), "a pydantic model"),
+    ("side_effect", lambda value: isinstance(value, SideEffect), "a SideEffect"),
+    ("approval", lambda value: value is None or isinstance(value, Approval), "an Approval"),
+    ("guarantee", lambda value: value is None or isinstance(value, Guarantee), "a Guarantee"),
+    (
+        "volatile",
+        lambda value: isinstance(value, frozenset) and all(map(_is_text, value)),
+        "a set of names",
+    ),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Validated:
     """Arguments that passed: as the tool takes them, and as JSON in normal form."""
@@ -300,6 +339,7 @@ class Tool:
                 getattr(self.execute, "__name__", "tool"),
                 "a function alone is no tool: declare its contract with fleet.tool(...)",
             )
+        must_be_functions(f"tool {self.name!r}", execute=self.execute, query=self.query)
         if self.contract.can_query != (self.query is not None):
             raise InvalidDefinition(
                 f"tool {self.name!r}", "can_query and the query function must come together"
@@ -318,6 +358,13 @@ def must_be_tool(title: str, tool: object) -> None:
         raise InvalidDefinition(
             title, f"{name!r} is no tool: declare its contract with fleet.tool(...)"
         )
+
+
+def must_be_functions(title: str, **functions: object) -> None:
+    """Refuse what is neither a function nor left out, with `InvalidDefinition`."""
+    for name, function in functions.items():
+        if function is not None and not callable(function):
+            raise InvalidDefinition(title, f"{name} must be a function, not {function!r}")
 
 
 def fingerprint(version: int, contract: ToolContract, arguments: Json) -> str:

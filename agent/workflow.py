@@ -6,10 +6,11 @@ A definition that lacks something is refused when it is made, with a message tha
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 from pydantic import BaseModel
 
@@ -26,11 +27,43 @@ from handrail.agent.fixed import Check, Commit, Confirm, Read, Verify
 from handrail.agent.loop import AgentLoop
 from handrail.agent.stage import ChildDone, Enter, Event, Frame, Move, Stage, Stop, View
 from handrail.agent.status import Reason
-from handrail.agent.tools import RunFacts, Tool
+from handrail.agent.tools import RunFacts, Tool, is_model, must_be_functions
 
 __all__ = ["AgentLoop", "Check", "Commit", "Confirm", "Read", "Verify", "Workflow"]
 
 MAX_STAGES = 64
+_VERSION: Final = re.compile(r"[A-Za-z0-9_.+-]{1,64}")
+_WORDS: Final = "1 to 64 letters, digits, '.', '_', '+' or '-'"
+
+
+def _is_name(name: str) -> bool:
+    return 0 < len(name) <= 64 and name.replace("-", "_").isidentifier()
+
+
+def _is_stage(value: object) -> bool:
+    able = all(callable(getattr(value, act, None)) for act in ("start", "on"))
+    return able and isinstance(getattr(value, "name", None), str)
+
+
+#: What a workflow's fields hold: (field, check, words for it). The version stands in the run's row
+#: and in `name@version`.
+_OF_TYPE: Final[tuple[tuple[str, Callable[[Any], bool], str], ...]] = (
+    ("version", lambda value: isinstance(value, str) and bool(_VERSION.fullmatch(value)), _WORDS),
+    ("task_type", lambda value: isinstance(value, str), "a text"),
+    (
+        "stages",
+        lambda value: isinstance(value, list | tuple) and all(map(_is_stage, value)),
+        "a list of stages",
+    ),
+    ("budget", lambda value: value is None or isinstance(value, Budget), "a Budget"),
+    ("limits", lambda value: isinstance(value, CallLimits), "CallLimits"),
+    ("input", lambda value: value is None or is_model(value), "a pydantic model"),
+    (
+        "answer_within_ms",
+        lambda value: value is None or (type(value) is int and value >= 0),
+        "a whole number of at least 0",
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +91,13 @@ class Workflow:
 
     def __post_init__(self) -> None:
         title = f"workflow {self.name!r}"
-        if not self.name or len(self.name) > 64 or not self.name.replace("-", "_").isidentifier():
+        name: object = self.name
+        if not isinstance(name, str) or not _is_name(name):
             raise InvalidDefinition(title, "name it with letters, digits, '-' and '_'")
+        for field_name, is_right, wanted in _OF_TYPE:
+            if not is_right(getattr(self, field_name)):
+                raise InvalidDefinition(title, f"{field_name} must be {wanted}")
+        must_be_functions(title, answer=self.answer)
         if self.task_type not in TASK_TYPES:
             known = ", ".join(sorted(TASK_TYPES))
             raise InvalidDefinition(title, f"task_type {self.task_type!r} is none of {known}")

@@ -8,6 +8,7 @@ forked child makes its own, and a process that never waits has no thread.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import threading
 import weakref
@@ -17,6 +18,7 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
+logger = logging.getLogger("handrail.broker")
 
 
 class SharedLoop:
@@ -77,7 +79,7 @@ def _forget(shared: weakref.ref[SharedLoop]) -> None:
 def _drive(loop: asyncio.AbstractEventLoop) -> None:
     asyncio.set_event_loop(loop)
     try:
-        loop.run_forever()
+        _run_until_stopped(loop)
     finally:
         left = asyncio.all_tasks(loop)
         for task in left:
@@ -85,6 +87,19 @@ def _drive(loop: asyncio.AbstractEventLoop) -> None:
         loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
+
+
+def _run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:
+    """Run the loop until it is told to stop; who raises `SystemExit` on it ends only its own
+    task.
+    """
+    while True:
+        try:
+            loop.run_forever()
+        except (SystemExit, KeyboardInterrupt) as error:  # never a signal's: those go to the main
+            logger.error("code on the event loop raised %s; the loop goes on", type(error).__name__)
+        else:
+            return
 
 
 _SHARED: Final = SharedLoop()

@@ -20,6 +20,7 @@ STEP_TASK: Final = "handrail.step"
 STEPS_QUEUE: Final = "handrail.steps"
 MAX_MESSAGE_BYTES: Final = 16_384  # ours have a few hundred
 RUN_ID_PATTERN: Final = r"^[A-Za-z0-9_-]{1,64}$"
+TRACEPARENT_PATTERN: Final = r"^00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$"  # W3C trace context
 _LARGEST: Final = 2**53 - 1  # the integers that every JSON reader keeps exact
 
 Count = Annotated[int, Field(ge=0, le=_LARGEST)]
@@ -49,9 +50,7 @@ class StepMessage(BaseModel):
     deadline_at: Count | None = None
     remaining_ms: Milliseconds | None = None  # at sending; negative: the deadline had passed
     budget: Annotated[dict[BudgetName, Milliseconds], Field(max_length=64)] = {}
-    traceparent: Annotated[
-        str | None, Field(pattern=r"^00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$")
-    ] = None
+    traceparent: Annotated[str | None, Field(pattern=TRACEPARENT_PATTERN)] = None
     version: Annotated[int, Field(ge=1, le=1)] = 1  # a newer one waits for a newer worker
 
     def to_json(self) -> str:

@@ -138,9 +138,16 @@ def verify_app(app: Celery, *, pool: type | str | None = None) -> list[UnsafeSet
 
 
 def verify_server(app: Celery) -> list[UnsafeSetting]:
-    """Return what is unsafe about an app's Redis server; what is no Redis is not asked."""
+    """Return what is unsafe about an app's broker: whether it answers and, of a Redis, evicts."""
     url = redis_url(app)
-    return verify_redis(url, **ssl_options(app)) if url else []
+    if url:
+        return verify_redis(url, **ssl_options(app))
+    try:
+        with app.connection_for_write(connect_timeout=VERIFY_TIMEOUT_S) as connection:
+            connection.connect()
+    except Exception as error:  # each transport has its own kinds
+        return [_unreachable(error)]
+    return []
 
 
 def verify_redis(
@@ -154,9 +161,7 @@ def verify_redis(
         with redis_client(url, timeout_s=timeout_s / 2, **options) as client:
             memory = client.info("memory")
     except (redis.RedisError, OSError, ValueError) as error:
-        next_step = "Start it, or correct the broker's address."
-        problem = f"{type(error).__name__}"
-        return [UnsafeSetting("broker-unreachable", "broker", problem, "an answer", next_step)]
+        return [_unreachable(error)]
     policy = memory.get("maxmemory_policy", "unknown")
     if policy == "noeviction":
         return []
@@ -169,6 +174,12 @@ def verify_redis(
             "Run `CONFIG SET maxmemory-policy noeviction`, and keep caches on another server.",
         )
     ]
+
+
+def _unreachable(error: Exception) -> UnsafeSetting:
+    next_step = "Start it, or correct the broker's address."
+    problem = type(error).__name__
+    return UnsafeSetting("broker-unreachable", "broker", problem, "an answer", next_step)
 
 
 def _unsafe_pool(app: Celery, pool: type | str | None) -> Iterator[UnsafeSetting]:

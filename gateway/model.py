@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from inspect import isawaitable
+from inspect import isawaitable, iscoroutinefunction
 from typing import Any, Final, Protocol, TypeAlias
 
 from handrail.agent.canonical import Json, dumps
@@ -210,14 +210,26 @@ class Planner:
     """A function that plays the model: a rule-based planner, or a test.
 
     `propose(observation)` takes `ModelRequest.to_json()` and returns a raw proposal, or awaits one.
+    A plain function may block: `beside(propose, observation)` calls it where that holds up nobody
+    else. Without `beside` it is called on the event loop.
     """
 
-    def __init__(self, propose: Callable[[dict[str, Any]], Any | Awaitable[Any]]) -> None:
+    def __init__(
+        self,
+        propose: Callable[[dict[str, Any]], Any | Awaitable[Any]],
+        *,
+        beside: Callable[..., Awaitable[Any]] | None = None,
+    ) -> None:
         self._propose = propose
+        self._beside = None if iscoroutinefunction(propose) else beside
 
     async def stream(self, request: ModelRequest) -> AsyncIterator[ModelEvent]:
         """Ask the function."""
-        raw = self._propose(request.to_json())
+        seen = request.to_json()
+        if self._beside is None:
+            raw = self._propose(seen)
+        else:
+            raw = await self._beside(self._propose, seen)
         if isawaitable(raw):
             raw = await raw
         yield ToolCall("planner", RAW, raw)

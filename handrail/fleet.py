@@ -17,7 +17,7 @@ import sys
 import time
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Final
@@ -40,7 +40,15 @@ from handrail.agent.errors import (
 from handrail.agent.loop import AgentLoop
 from handrail.agent.machine import RunState
 from handrail.agent.protocol import Locked, Ruling
-from handrail.agent.tools import Approval, Guarantee, Principal, SideEffect, Tool, ToolContract
+from handrail.agent.tools import (
+    Approval,
+    Guarantee,
+    Principal,
+    SideEffect,
+    Tool,
+    ToolContract,
+    must_be_functions,
+)
 from handrail.agent.trace import TraceEvent
 from handrail.agent.workflow import Workflow
 from handrail.broker.app import (
@@ -51,20 +59,22 @@ from handrail.broker.app import (
     verify_server,
 )
 from handrail.broker.loop import shared_loop
-from handrail.broker.message import StepMessage
+from handrail.broker.message import TRACEPARENT_PATTERN, StepMessage
 from handrail.broker.publish import Publisher, PublishFailed
 from handrail.broker.signal import CancelSignal
 from handrail.broker.verify import UnsafeConfiguration
 from handrail.gateway.model import ModelGateway, Planner
 from handrail.ledger import migrate
-from handrail.ledger.errors import NothingToApprove, UnknownRun
+from handrail.ledger.database import ConnectionLost
+from handrail.ledger.errors import DatabaseUnavailable, NothingToApprove, UnknownRun
 from handrail.ledger.ledger import Ledger, NewRun, Ruled
 from handrail.ledger.lock import IntentLock, LocalLock, RedisLock
 from handrail.ledger.rows import escaped
 from handrail.reconciler.sweep import Reconciler
 from handrail.runs import Run, run_of
 from handrail.settings import Settings
-from handrail.tasks.calls import Called, ToolCall, call
+from handrail.shared_valkey import SharedValkey, find
+from handrail.tasks.calls import Called, ToolCall, call, in_thread
 from handrail.tasks.runtime import Runtime, message_of
 from handrail.tasks.step import run_step
 
@@ -169,12 +179,32 @@ class Fleet:
         self.models: dict[str, ModelGateway] = {}
         self._tools: dict[str, Tool] = {}
         self._driving: list[Runtime] = []  # of runs that are driven in this process
+        #: How a model that is a plain function is called; None: on the event loop, so that it must
+        #: not block.
+        self.beside: Callable[..., Awaitable[Any]] | None = in_thread
+        self._joined: SharedValkey | None = None
         _let_celery_find(sys._getframe(1).f_globals)
 
     @cached_property
     def settings(self) -> Settings:
         """The settings, read when they are first needed."""
         return self._settings or Settings.read(**self._given)
+
+    @property
+    def _reach(self) -> Settings:
+        """The settings with which the broker is reached.
+
+        Without one of its own, a fleet joins the embedded Valkey that a command runs for its home.
+        """
+        settings = self.settings
+        in_memory = settings.database in ("sqlite://", "sqlite:///:memory:")
+        if settings.broker_url or in_memory:  # a ledger that no other process can see
+            return settings
+        if self._joined is None:
+            self._joined = find(settings.home)
+        if self._joined is None:
+            return settings
+        return settings.model_copy(update={"broker_url": self._joined.url})
 
     # ---- declaring -------------------------------------------------------------------------------
 
@@ -203,7 +233,8 @@ class Fleet:
             )
 
         def declare(function: Callable[..., Any]) -> Tool:
-            title = name or function.__name__
+            must_be_functions("a tool", function=function)
+            title = str(name or getattr(function, "__name__", type(function).__name__))
             found = _models_of(title, function, sys._getframe(1).f_locals, given=contract)
             options = {**found, **_enums(contract), "can_query": query is not None}
             try:
@@ -224,6 +255,8 @@ class Fleet:
 
     def workflow(self, workflow: Workflow) -> Workflow:
         """Register a workflow; the version registered last is the one that new runs get."""
+        if not isinstance(workflow, Workflow):
+            raise InvalidDefinition(f"{workflow!r}", "is no workflow: make a Workflow(...) of it")
         key = f"{workflow.name}@{workflow.version}"
         if key in self.workflows and self.workflows[key] is not workflow:
             raise InvalidDefinition(f"workflow {key}", "it is registered twice: raise its version")
@@ -237,7 +270,13 @@ class Fleet:
         """Name a model: a gateway, or a function that plays one. Also usable as a decorator."""
         if model is None:
             return lambda function: self.model(name, function)
-        self.models[name] = model if hasattr(model, "stream") else Planner(model)
+        if hasattr(model, "stream"):
+            self.models[name] = model
+        elif callable(model):
+            self.models[name] = Planner(model, beside=self.beside)
+        else:
+            problem = "give a function of the observation, or a gateway with stream(request)"
+            raise InvalidDefinition(f"model {name!r}", problem)
         return model
 
     # ---- running ---------------------------------------------------------------------------------
@@ -294,12 +333,14 @@ class Fleet:
         run_id: str | None,
         traceparent: str | None,
     ) -> NewRun:
-        workflow = self._latest.get(name)
+        workflow = self._latest.get(name) if isinstance(name, str) else None
         if workflow is None:
             raise UnknownWorkflow(str(name), tuple(sorted(self._latest)))
         if not isinstance(goal, str) or not goal.strip() or len(goal) > _MAX_GOAL:
             raise InvalidRun("goal", f"give a text of 1 to {_MAX_GOAL} characters")
         who = principal if isinstance(principal, Principal) else Principal(principal or "anonymous")
+        if not _are_texts(who.permissions):
+            raise InvalidRun("principal", "its permissions must be a set of texts")
         tenant = self.settings.tenant if tenant is None else tenant
         for field, value in (("tenant", tenant), ("principal", who.subject)):
             if not isinstance(value, str) or not _NAME.match(value):
@@ -317,8 +358,14 @@ class Fleet:
                 f"give a text of 1 to {_MAX_DEDUPE_KEY} ASCII characters"
                 " (one outside of ASCII counts as 6 or 12)",
             )
+        if traceparent is not None and not (
+            isinstance(traceparent, str) and re.match(TRACEPARENT_PATTERN, traceparent)
+        ):
+            raise InvalidRun(
+                "traceparent", "give it as W3C trace context says: 00-<trace>-<span>-01"
+            )
         chosen = self._budget(workflow, budget, who)
-        calls = _limits(workflow, limits)
+        calls = _limits(workflow, limits, who)
         state = RunState(
             run_id=run_id,
             tenant=tenant,
@@ -339,8 +386,9 @@ class Fleet:
             "subject": who.subject,
         }
         phase = Phase.RESUME
-        if isinstance(workflow.stages[0], AgentLoop):
-            # A loop's first command needs none of the workflow's own code, and saves a step.
+        first = workflow.stages[0]
+        if isinstance(first, AgentLoop) and first.allowed is None and chosen.concurrency:
+            # Such a loop's first command needs none of the workflow's own code, and saves a step.
             turn = machine.start(workflow, state, state.view(remaining_ms=chosen.deadline_ms))
             state, phase = turn.state, machine.phase_of(workflow, turn.state)
         return NewRun(
@@ -369,19 +417,27 @@ class Fleet:
         if not isinstance(given, Budget | Mapping):
             raise InvalidBudget("budget", given, "a Budget, or a mapping from name to limit")
         chosen = given if isinstance(given, Budget) else default.altered(given)
+        tools = {tool.name for tool in workflow.tools} | default.per_tool.keys()
+        for tool in chosen.per_tool.keys() - tools:
+            known = f"a tool of the workflow: {', '.join(sorted(tools))}"
+            raise InvalidBudget(f"per_tool.{tool}", chosen.per_tool[tool], known)
         raised = chosen.raised_over(default)
         if raised and "budget:raise" not in who.permissions:
             raise InvalidBudget(
                 raised[0],
                 getattr(chosen, raised[0], chosen.per_tool),
-                f"at most the workflow's own {getattr(default, raised[0], 'limit')}"
-                " (or let the principal have the permission budget:raise)",
+                _at_most(getattr(default, raised[0], "limit")),
             )
         return chosen
 
     def get(self, run_id: str | Run) -> Run:
-        """Read a run. Raises `UnknownRun`."""
-        return run_of(self.ledger.read(_id(run_id)))
+        """Read a run with all its observations. Raises `UnknownRun`."""
+        row = self.ledger.read(_id(run_id))
+        run = run_of(row)
+        if run.observation_count > len(run.observations):  # more than the window that a step sees
+            texts = tuple(seen["text"] for seen in self.ledger.observations(run.run_id))
+            run = replace(run, observations=texts)
+        return run
 
     def trace(self, run_id: str | Run) -> list[dict[str, Any]]:
         """Read a run's trace: events with a gapless sequence number, public facts only."""
@@ -410,9 +466,9 @@ class Fleet:
         """
         limit = time.monotonic() + timeout_s
         while True:
-            run = self.get(run_id)
+            run = run_of(self.ledger.read(_id(run_id)))
             if run.ended or (run.rests and not ended):
-                return run
+                return self.get(run.run_id)
             if time.monotonic() >= limit:
                 raise StillRunning(run.run_id, run.status)
             time.sleep(poll_s)
@@ -498,7 +554,7 @@ class Fleet:
                 row = self.ledger.read(_id(run_id))
                 run = run_of(row)
                 if run.rests:
-                    return run
+                    return self.get(run.run_id)
                 if time.monotonic() >= limit:
                     raise StillRunning(run.run_id, run.status)
                 if row["due_at"] is not None and row["due_at"] <= row["now"]:
@@ -536,12 +592,12 @@ class Fleet:
     @cached_property
     def celery(self) -> Celery:
         """The Celery app: tasks, queues, routes and beat schedule, with safe settings."""
-        if not self.settings.broker_url:
+        if not self._reach.broker_url:
             raise NoBroker
         pool = None if self.settings.pool == "loop" else self.settings.pool
         app = make_app(
             self.name,
-            broker_url=self.settings.broker_url,
+            broker_url=self._reach.broker_url,
             in_flight=self.settings.in_flight,
             drain_timeout_s=self.settings.drain_timeout_s,
             key_prefix=self.settings.key_prefix,
@@ -573,13 +629,13 @@ class Fleet:
         it finds.
         """
         self.ledger.now()
-        if not self.settings.broker_url:
+        if not self._reach.broker_url:
             return
         found = [*(verify_app(self.celery) if worker else []), *verify_server(self.celery)]
         if self.settings.redis_url:  # the lock's own server
             found += verify_redis(self.settings.redis_url)
         if found and all(setting.code == "broker-unreachable" for setting in found):
-            address = maybe_sanitize_url(self.settings.broker_url)  # without its password
+            address = maybe_sanitize_url(self._reach.broker_url)  # without its password
             raise BrokerUnreachable(address, found[0].found)
         if found:
             raise UnsafeConfiguration(tuple(found))
@@ -631,12 +687,12 @@ class Fleet:
 
     @cached_property
     def _cancel_signal(self) -> CancelSignal:
-        return CancelSignal(self.settings.redis, key_prefix=self.settings.key_prefix)
+        return CancelSignal(self._reach.redis, key_prefix=self.settings.key_prefix)
 
     def _lock(self) -> IntentLock:
         return (
-            RedisLock(self.settings.redis, prefix=self.settings.key_prefix)
-            if self.settings.redis
+            RedisLock(self._reach.redis, prefix=self.settings.key_prefix)
+            if self._reach.redis
             else LocalLock()
         )
 
@@ -644,7 +700,7 @@ class Fleet:
         """Publish, bounded; a broker that is down loses nothing: the sweep publishes what is
         due.
         """
-        if not self.settings.broker_url:
+        if not self._reach.broker_url:
             return
         try:
             self._publisher.publish(messages)
@@ -652,7 +708,7 @@ class Fleet:
             log.warning("[%s] %s", error.code, error)
 
     def _signal(self, run_id: str) -> None:
-        if self.settings.redis:
+        if self._reach.redis:
             self._cancel_signal.send(run_id)
 
     # ---- inside a worker -------------------------------------------------------------------------
@@ -661,8 +717,11 @@ class Fleet:
         await run_step(self._runtime, message)
 
     def _sweep(self) -> None:
-        self._reconciler.sweep_until_quiet(rounds=20)
-        self.ledger.beat("sweep", "reconciler")
+        try:
+            self._reconciler.sweep_until_quiet(rounds=20)
+            self.ledger.beat("sweep", "reconciler")
+        except (ConnectionLost, DatabaseUnavailable) as error:
+            log.warning("nothing was swept (%s); the next sweep finds what is due", error)
 
     def _drain(self, timeout_s: float) -> None:
         self._runtime.drain(timeout_s)
@@ -676,7 +735,7 @@ class Fleet:
 
     def _on_worker_ready(self, **_: object) -> None:
         runtime = self._runtime
-        if self.settings.redis:
+        if self._reach.redis:
             self._cancel_signal.listen(runtime.cancel_signalled)
 
     def _on_worker_shutdown(self, **_: object) -> None:
@@ -734,7 +793,16 @@ def _let_celery_find(module: dict[str, Any]) -> None:
 
 
 def _id(run: str | Run) -> str:
-    return run.run_id if isinstance(run, Run) else run
+    run_id = run.run_id if isinstance(run, Run) else run
+    if not isinstance(run_id, str) or not _RUN_ID.match(run_id):
+        raise UnknownRun(run_id)  # no run has such an id, and not every database can be asked
+    return run_id
+
+
+def _are_texts(values: object) -> bool:
+    return isinstance(values, frozenset | set | list | tuple) and all(
+        isinstance(value, str) for value in values
+    )
 
 
 def _models_of(
@@ -788,20 +856,32 @@ def _enums(contract: Mapping[str, Any]) -> dict[str, Any]:
             except ValueError:
                 known = ", ".join(item.value for item in kind)  # type: ignore[attr-defined]
                 raise InvalidDefinition(name, f"{value!r} is none of: {known}") from None
-    if "volatile" in out:
+    if isinstance(out.get("volatile"), list | tuple | set):
         out["volatile"] = frozenset(out["volatile"])
     return out
 
 
-def _limits(workflow: Workflow, given: CallLimits | Mapping[str, Any] | None) -> CallLimits:
+def _limits(
+    workflow: Workflow, given: CallLimits | Mapping[str, Any] | None, who: Principal
+) -> CallLimits:
+    default = workflow.limits
     if given is None:
-        return workflow.limits
-    if isinstance(given, CallLimits):
-        return given
+        return default
     try:
-        return replace(workflow.limits, **given)
+        chosen = given if isinstance(given, CallLimits) else replace(default, **given)
     except TypeError:
-        raise InvalidBudget("limits", dict(given), "model_ms and tool_ms") from None
+        raise InvalidBudget("limits", given, "model_ms and tool_ms") from None
+    for name, value in chosen.to_json().items():
+        own = getattr(default, name)
+        if value > own and "budget:raise" not in who.permissions:
+            raise InvalidBudget(name, value, _at_most(own))
+    return chosen
+
+
+def _at_most(own: object) -> str:
+    return (
+        f"at most the workflow's own {own} (or let the principal have the permission budget:raise)"
+    )
 
 
 def _checked_input(workflow: Workflow, given: Json | BaseModel) -> Json:

@@ -16,9 +16,9 @@ from handrail.agent.status import TERMINAL, WITH_PERSON, RunStatus
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a run is now. `answer` only if completed; `observations` are the latest, oldest first.
+    """What a run is now. `answer` only if completed; `observations` are oldest first.
 
-    `steps` counts rounds finished, `budget_left` and `budget_used` each budget by name; instants
+    `step` counts rounds finished, `budget_left` and `budget_used` each budget by name; instants
     are milliseconds since the epoch, by the ledger's clock.
     """
 

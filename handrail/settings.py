@@ -6,12 +6,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Final, Literal
+from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from handrail.agent.errors import BadInput
+
+SCHEMES: Final = (
+    "redis",
+    "rediss",
+    "redis+socket",
+    "sentinel",
+    "amqp",
+    "amqps",
+    "pyamqp",
+    "memory",
+)
 
 
 @dataclass(eq=False)
@@ -29,6 +41,24 @@ def _stall(value: object) -> object:
     return None if value in ("unbounded", None) else value
 
 
+def _address(value: str) -> str:
+    """Refuse what no server can be reached under; a server that is away is another matter."""
+    for url in filter(None, value.split(";")):
+        try:
+            parts = urlsplit(url)
+            whole = parts.port is None or parts.port > 0
+        except ValueError:
+            whole = False
+        if not whole or parts.scheme not in SCHEMES:
+            raise ValueError(
+                f"give an address as in redis://host:6379/0; known: {', '.join(SCHEMES)}"
+            )
+    return value
+
+
+Address = Annotated[str, AfterValidator(_address)]
+
+
 class Settings(BaseSettings):
     """What a deployment declares. Times are milliseconds unless the name says otherwise.
 
@@ -42,8 +72,8 @@ class Settings(BaseSettings):
 
     home: Path = Path(".handrail")
     database_url: str = ""
-    broker_url: str = ""
-    redis_url: str = (
+    broker_url: Address = ""
+    redis_url: Address = (
         ""  # for the intent lock and the cancel signal; empty: the broker's, if it is Redis
     )
     key_prefix: str = ""

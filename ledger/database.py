@@ -1,22 +1,19 @@
 """One door to the database: SQLite or PostgreSQL, one statement in autocommit, or a short
 transaction.
 
-Statements are plain SQL with `:name` parameters, translated once for the driver. Every thread has a
-connection of its own, made on first use and never carried over a fork. SQLite runs in WAL mode with
-a busy timeout; each of its transactions begins IMMEDIATE, since a reader cannot be upgraded under
-load.
+Statements are plain SQL with `:name` parameters. Every thread has a connection of its own, made on
+first use and never carried over a fork. SQLite runs in WAL mode with a busy timeout; each of its
+transactions begins IMMEDIATE, since a reader cannot be upgraded under load.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any, Final, Protocol
 
 from sqlalchemy.engine import URL, make_url
@@ -24,7 +21,6 @@ from sqlalchemy.exc import ArgumentError
 
 from handrail.ledger.errors import DatabaseUnavailable, UnsupportedDatabase
 
-_PARAMETER: Final = re.compile(r"(?<![:\w]):([a-z_][a-z0-9_]*)")
 _BUSY_TIMEOUT_MS: Final = 10_000
 _CONNECT_TIMEOUT_S: Final = 5
 #: A statement of ours takes milliseconds; one that hangs must not hold a step for ever.
@@ -184,7 +180,8 @@ class Database:
     def _connect_postgres(self) -> Any:
         try:
             import psycopg
-            from psycopg.rows import dict_row
+
+            from handrail.ledger.postgres import Connection
         except ImportError:
             raise UnsupportedDatabase(
                 self.shown, "PostgreSQL needs psycopg (pip install 'handrail[postgres]')"
@@ -200,14 +197,9 @@ class Database:
             **{k: v for k, v in self.url.query.items() if isinstance(v, str)},
         }
         try:
-            connection = psycopg.connect(
-                autocommit=True,
-                cursor_factory=psycopg.RawCursor,  # the server's own $1: nothing to parse each time
-                row_factory=dict_row,
-                **parameters,
-            )
-            connection.execute(f"SET statement_timeout = {_STATEMENT_TIMEOUT_MS}")
-            connection.execute(f"SET lock_timeout = {_STATEMENT_TIMEOUT_MS}")
+            connection = Connection(**parameters)
+            connection.run(f"SET statement_timeout = {_STATEMENT_TIMEOUT_MS}", {})
+            connection.run(f"SET lock_timeout = {_STATEMENT_TIMEOUT_MS}", {})
         except psycopg.Error as error:
             raise DatabaseUnavailable(f"{self.shown}: {_first_line(error)}") from error
         return connection
@@ -216,13 +208,10 @@ class Database:
         self, connection: Any, sql: str, params: Mapping[str, Any]
     ) -> list[dict[str, Any]]:
         if self.postgres:
-            numbered, names = _numbered(sql)
-            cursor = connection.execute(numbered, [params[name] for name in names])
-            # Not `cursor.description`, which describes every column at length.
-            return cursor.fetchall() if cursor.pgresult.nfields else []
+            rows: list[dict[str, Any]] = connection.run(sql, params)
+            return rows
         cursor = connection.execute(sql, params)
-        rows = cursor.fetchall() if cursor.description else []
-        return [dict(row) for row in rows]
+        return [dict(row) for row in cursor.fetchall()] if cursor.description else []
 
     def _translated(self, connection: Any, error: BaseException) -> BaseException:
         if isinstance(error, sqlite3.OperationalError):
@@ -231,7 +220,8 @@ class Database:
             return error
         import psycopg
 
-        if isinstance(error, psycopg.OperationalError) and (connection.closed or connection.broken):
+        # Of what class the error is varies: a server that is gone names no SQLSTATE any more.
+        if isinstance(error, psycopg.Error) and connection.closed:
             self._discard(connection)
             return ConnectionLost(_first_line(error))
         if isinstance(error, psycopg.errors.QueryCanceled | psycopg.errors.LockNotAvailable):
@@ -273,17 +263,6 @@ class _Open:
 
 #: PostgreSQL's own time in milliseconds, moving within a transaction.
 PG_NOW: Final = "(extract(epoch FROM clock_timestamp()) * 1000)::bigint"
-
-
-@lru_cache(maxsize=512)
-def _numbered(sql: str) -> tuple[bytes, tuple[str, ...]]:
-    """Write a statement with PostgreSQL's numbered parameters, and name them in order."""
-    names: dict[str, int] = {}
-
-    def number(found: re.Match[str]) -> str:
-        return f"${names.setdefault(found[1], len(names) + 1)}"
-
-    return _PARAMETER.sub(number, sql).encode(), tuple(names)
 
 
 def _use_wal(connection: sqlite3.Connection) -> None:

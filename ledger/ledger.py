@@ -187,6 +187,8 @@ class Ledger:
             return self._insert(session, new)
 
         def insert() -> Inserted:
+            if self._postgres:  # one statement, in autocommit
+                return self._insert(self.database, new)
             with self.database.transaction() as tx:
                 return self._insert(tx, new)
 
@@ -194,8 +196,6 @@ class Ledger:
         return self._again(insert)
 
     def _insert(self, tx: Session, new: NewRun) -> Inserted:
-        now = self._time(tx)
-        left = new.state.left
         working_ms = min(new.budget.deadline_ms, new.budget.expires_ms)
         columns = {
             "id": new.run_id,
@@ -209,33 +209,28 @@ class Ledger:
             "limits": dumps(dict(new.limits.to_json())),
             "dedupe_key": None if new.dedupe_key is None else escaped(new.dedupe_key),
             "traceparent": new.traceparent,
-            "created_at": now,
             **state_columns(new.state),
             "traced_status": new.state.status.value,
-            "due_at": now,
-            "wake_at": now + statements.REPUBLISH_MS,
-            "deadline_at": now + working_ms,
-            "expires_at": now + new.budget.expires_ms,
             "phase": new.phase.value,
-            **_left_columns(left),
+            **_left_columns(new.state.left),
             "trace_seq": len(new.events),
         }
-        names = ", ".join(columns)
-        values = ", ".join(f":{name}" for name in columns)
+        params = columns | {
+            "working_ms": working_ms,
+            "expires_ms": new.budget.expires_ms,
+            "writer": self._new_id(),
+            "events": events_text(new.events),
+            "per_tool": dumps(dict(new.budget.per_tool)),
+        }
         inserted = tx.run(
-            f"INSERT INTO handrail_run ({names}) VALUES ({values})"
-            " ON CONFLICT DO NOTHING RETURNING id",
-            columns,
+            statements.insert_run(self._postgres, tuple(columns)), self._timed(params)
         )
         if not inserted:
             return self._existing(tx, new)
-        for tool, calls in new.budget.per_tool.items():
-            tx.run(
-                "INSERT INTO handrail_tool_allowance (run_id, tool, calls_left)"
-                " VALUES (:run_id, :tool, :calls)",
-                {"run_id": new.run_id, "tool": tool, "calls": calls},
-            )
-        self._trace(tx, new.run_id, 0, new.events, self._new_id(), now)
+        now = inserted[0]["now"]
+        if not self._postgres:
+            tx.run(statements.INSERT_FIRST_TRACE, params | {"now": now})
+            tx.run(statements.INSERT_ALLOWANCES, params)
         due = DueStep(
             new.run_id,
             new.state.step,
@@ -484,8 +479,9 @@ class Ledger:
             return {}
         params: dict[str, Any] = {"lease_ms": self.lease_ms}
         if self._postgres:
-            ids, claims, untils = ([item[i] for item in held] for i in range(3))
-            params |= {"ids": ids, "claims": claims, "untils": untils}
+            ids, claims, untils = ([str(item[i]) for item in held] for i in range(3))
+            params["ids"], params["claims"] = self._array(ids), self._array(claims)
+            params["untils"] = self._array(untils)
             sql = statements.RENEW_POSTGRES
         else:
             params["held"] = json.dumps(list(held))
@@ -856,7 +852,10 @@ class Ledger:
         due.
         """
         params = self._timed({"limit": limit, "postpone_ms": POSTPONE_MS})
-        rows = self.database.run(statements.due_for_sweep(self._postgres), params)
+        # A batch whose answer was lost comes again after its pause, repeated or not.
+        rows = self._again(
+            lambda: self.database.run(statements.due_for_sweep(self._postgres), params)
+        )
         return [
             Woken(
                 row["id"],
@@ -1066,11 +1065,6 @@ class Ledger:
             params = {"run_id": run_id, "name": name, "version": version, "value": dumps(value)}
             tx.run(statements.INSERT_OUTPUT, params)
 
-    def _time(self, tx: Session) -> int:
-        if not self._postgres:
-            return self.database.now()
-        return int(tx.run(f"SELECT {PG_NOW} AS now", {})[0]["now"])
-
     def _timed(self, params: dict[str, Any]) -> dict[str, Any]:
         # PostgreSQL reads its own clock inside the statement; SQLite has none but ours.
         return params if self._postgres else {**params, "now": self.database.now()}
@@ -1078,7 +1072,7 @@ class Ledger:
     def _array(self, values: Collection[str]) -> str:
         if not self._postgres:
             return json.dumps(list(values))
-        # As PostgreSQL itself writes an array: the driver takes longer for a list than for the rest.
+        # As PostgreSQL itself writes an array.
         quoted = (value.replace("\\", "\\\\").replace('"', '\\"') for value in values)
         return "{" + ",".join(f'"{value}"' for value in quoted) + "}"
 

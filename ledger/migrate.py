@@ -18,7 +18,7 @@ from alembic.runtime.migration import MigrationContext, RevisionStep
 from alembic.script import ScriptDirectory
 from alembic.util import CommandError
 from sqlalchemy.engine import URL, Connection, create_engine, make_url
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import DatabaseError, OperationalError
 from sqlalchemy.pool import NullPool
 from sqlalchemy.schema import CreateIndex, CreateTable, DDLElement
 
@@ -138,8 +138,10 @@ def _migrate(url: str | URL, revision: str, plan: _Plan) -> str | None:
         with engine.begin() as connection:
             _lock(connection)
             return _run(connection, revision, plan)
-    except OperationalError as error:
-        if getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_ERROR:
+    except DatabaseError as error:
+        code = getattr(error.orig, "sqlite_errorcode", None)
+        away = isinstance(error, OperationalError) and code != sqlite3.SQLITE_ERROR
+        if not away and code != sqlite3.SQLITE_NOTADB:
             raise  # the statement is at fault, and would be later too
         problem = (str(error.orig).splitlines() or ["no reason given"])[0]
         raise DatabaseUnavailable(f"{database.shown}: {problem}") from error

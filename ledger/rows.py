@@ -184,7 +184,7 @@ def approval_of(row: Row) -> Approval:
 
 def events_text(events: tuple[TraceEvent, ...]) -> str:
     """Write trace events as one JSON array."""
-    return dumps([normal(event.to_json()) for event in events])
+    return dumps([event.to_json() for event in events])
 
 
 def _list(value: Any) -> list[Any]:

@@ -81,6 +81,44 @@ def dialect(postgres: bool) -> Dialect:
     return POSTGRES if postgres else SQLITE
 
 
+@lru_cache(maxsize=4)
+def insert_run(postgres: bool, columns: tuple[str, ...]) -> str:
+    """Insert a run, unless its id or dedupe key is taken; its times are by the database's clock.
+
+    On PostgreSQL its first events and its allowances are part of the statement.
+    """
+    d = dialect(postgres)
+    times = {
+        "created_at": d.now,
+        "due_at": d.now,
+        "wake_at": f"{d.now} + {REPUBLISH_MS}",
+        "deadline_at": f"{d.now} + :working_ms",
+        "expires_at": f"{d.now} + :expires_ms",
+    }
+    values = [*(f":{column}" for column in columns), *times.values()]
+    insert = f"""
+        INSERT INTO handrail_run ({", ".join((*columns, *times))})
+        SELECT {", ".join(values)} {d.clock} WHERE true
+        ON CONFLICT DO NOTHING RETURNING id, created_at AS now"""
+    if not postgres:
+        return insert
+    return f"""
+        WITH run AS ({insert}), traced AS (
+            INSERT INTO handrail_trace (run_id, seq, count, writer, at, events)
+            SELECT id, 0, :trace_seq, :writer, now, :events FROM run), allowed AS (
+            INSERT INTO handrail_tool_allowance (run_id, tool, calls_left)
+            SELECT run.id, tool.key, CAST(tool.value AS bigint)
+            FROM run, json_each_text(CAST(:per_tool AS json)) AS tool)
+        SELECT now FROM run"""
+
+
+INSERT_FIRST_TRACE = """
+    INSERT INTO handrail_trace (run_id, seq, count, writer, at, events)
+    VALUES (:id, 0, :trace_seq, :writer, :now, :events)"""
+INSERT_ALLOWANCES = """
+    INSERT INTO handrail_tool_allowance (run_id, tool, calls_left)
+    SELECT :id, key, value FROM json_each(:per_tool)"""
+
 #: Of the run's row, what a step works with; naming more costs every step of every run.
 _CLAIMED: Final = """id, tenant, workflow, workflow_version, goal, principal, input, budget, limits,
             traceparent, status, traced_status, reason, epoch, claim_id, attempts, refusal,
@@ -222,11 +260,14 @@ def due_for_sweep(postgres: bool) -> str:
     d = dialect(postgres)
     # In a subquery: compared with a volatile function itself, the index would be read to its end.
     now = f"(SELECT {PG_NOW})" if postgres else ":now"
+    batch = f"""(SELECT id FROM handrail_run WHERE wake_at <= {now}
+            ORDER BY wake_at LIMIT :limit {d.skip_locked})"""
+    # An array is made once; a plain subquery PostgreSQL may run again for every row that it
+    # compares, and each time it takes another batch.
+    taken = f"= ANY (ARRAY{batch})" if postgres else f"IN {batch}"
     return f"""
         UPDATE handrail_run AS r SET wake_at = {d.now} + :postpone_ms {d.clock}
-        WHERE r.id IN (
-            SELECT id FROM handrail_run WHERE wake_at <= {now}
-            ORDER BY wake_at LIMIT :limit {d.skip_locked})
+        WHERE r.id {taken}
         RETURNING id, status, epoch, step, lease_until, due_at, deadline_at,
             expires_at, cancel_requested_at, publishes, steps_left, model_calls_left,
             tool_calls_left, traceparent, {d.now} AS now"""

@@ -11,6 +11,7 @@ import asyncio
 import inspect
 import threading
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,7 +71,7 @@ async def call(
         {work, *cut_by_wish}, timeout=limit_ms / 1000, return_when=asyncio.FIRST_COMPLETED
     )
     if work.done():
-        error = work.exception() if not work.cancelled() else asyncio.CancelledError()
+        error = work.exception() if not work.cancelled() else _harmless(asyncio.CancelledError())
         if error is not None:
             return Called(End.RAISED, error=error)
         return Called(End.RETURNED, work.result())
@@ -88,6 +89,12 @@ def _begin(function: Callable[..., Any], args: tuple[Any, ...]) -> asyncio.Futur
         getattr(function, "__call__", None)  # noqa: B004  # an object whose call is a coroutine
     ):
         return loop.create_task(_awaited(function, args))
+    return in_thread(_not_awaitable, function, args)
+
+
+def in_thread(function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+    """Call a function that may block, in a daemon thread of its own; for use on an event loop."""
+    loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
 
     def settle(value: Any, error: BaseException | None) -> None:
@@ -102,27 +109,41 @@ def _begin(function: Callable[..., Any], args: tuple[Any, ...]) -> asyncio.Futur
         value, error = None, None
         try:
             value = function(*args)
-            if inspect.isawaitable(value):
-                if inspect.iscoroutine(value):
-                    value.close()
-                raise TypeError("a plain function returned an awaitable: declare it with async def")
         except BaseException as raised:
-            error = (
-                raised if not isinstance(raised, StopIteration) else RuntimeError("StopIteration")
-            )
-        if not loop.is_closed():
+            error = _harmless(raised)
+        with suppress(RuntimeError):  # the loop was closed meanwhile: nobody wants to know
             loop.call_soon_threadsafe(settle, value, error)
 
     threading.Thread(target=work, daemon=True, name="handrail-call").start()
     return done
 
 
+def _not_awaitable(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    value = function(*args)
+    if inspect.isawaitable(value):
+        if inspect.iscoroutine(value):
+            value.close()
+        raise TypeError("a plain function returned an awaitable: declare it with async def")
+    return value
+
+
 async def _awaited(function: Callable[..., Awaitable[Any]], args: tuple[Any, ...]) -> Any:
     # Called in here: what it raises before it is awaited is the call's error, not the step's.
     try:
         return await function(*args)
-    except SystemExit as error:
-        raise RuntimeError("a call tried to end the process") from error  # it would end the loop
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:
+        raise _harmless(error) from None
+
+
+def _harmless(error: BaseException) -> Exception:
+    """What a call raised, as an error that ends nothing but the call: neither its thread's loop nor
+    the process.
+    """
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    return RuntimeError(f"a call raised {type(error).__name__}")
 
 
 def _swallow(work: asyncio.Future[Any]) -> None:
@@ -130,4 +151,4 @@ def _swallow(work: asyncio.Future[Any]) -> None:
         work.exception()  # given up: its error must not go unhandled
 
 
-__all__ = ["Called", "ToolCall", "call"]
+__all__ = ["Called", "ToolCall", "call", "in_thread"]

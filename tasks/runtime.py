@@ -171,8 +171,9 @@ class Runtime:
             return True
 
     def _renew_for_ever(self) -> None:
+        every_s = min(RENEW_EVERY_S, self.ledger.lease_ms / 3_000)  # in time for a short lease too
         while not self._stop:
-            self._hurry.wait(RENEW_EVERY_S)
+            self._hurry.wait(every_s)
             self._hurry.clear()
             try:
                 self.renew()

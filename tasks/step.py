@@ -173,9 +173,14 @@ class _Step:
 
     async def _run(self) -> None:
         claim = self.claim
-        state = replace(claim.state, status=claim.status)
-        if claim.refusal is not None:
-            self._refused(state, claim.refusal)
+        state = claim.state
+        if state.status is not claim.status:
+            state = replace(state, status=claim.status)
+        refusal = claim.refusal
+        if refusal is None and not state.budget.concurrency:
+            refusal = Reason.CONCURRENCY_BUDGET_EXHAUSTED  # not even this step may be at work
+        if refusal is not None:
+            self._refused(state, refusal)
             return
         told = self._guarded(state, lambda: self._first(state))
         asked = acted = False
@@ -264,7 +269,7 @@ class _Step:
             told = act()
         except InvariantBroken:
             raise
-        except Exception as error:
+        except BaseException as error:  # also what would end the event loop: it is sync code
             log.exception("run %s: the code of workflow %s raised", state.run_id, state.workflow)
             problem: dict[str, Json] = {
                 "problem": f"the workflow's code raised {type(error).__name__}",
@@ -707,7 +712,7 @@ class _Step:
         if told.event is not None:
             try:
                 turn = machine.on(self.workflow, before, told.event, view)
-            except Exception:
+            except BaseException:
                 log.exception("run %s: the workflow's code raised while cancelling", before.run_id)
         if turn.state.status not in TERMINAL:
             ended = machine.stop(turn.state, Reason.CANCELLED, view)
@@ -761,7 +766,9 @@ def judged(
         text = value if isinstance(value, str) else canonical(value)
         if isinstance(said, Succeeded):
             text = said.text
-        if len(text) > contract.max_output_bytes:
+        if not isinstance(text, str):
+            problem = "result-violates-contract"
+        elif len(text) > contract.max_output_bytes:
             problem = "output-too-large"
         elif contract.belongs_to is not None and not contract.belongs_to(value, view.run):
             problem = "result-of-another-subject"
@@ -770,7 +777,7 @@ def judged(
     except NotCanonical as error:
         log.info("tool %s: %s", contract.name, error)
         problem = "result-violates-contract"
-    except Exception as error:
+    except BaseException as error:  # also what would end the event loop: it is sync code
         log.info("tool %s: a check of its contract raised %r", contract.name, error)
         problem = "result-violates-contract"
     if problem is None:

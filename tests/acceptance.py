@@ -156,7 +156,7 @@ class AcceptanceRecord:
 def _runs_everything(config: pytest.Config) -> bool:
     narrowing = ("keyword", "markexpr", "collectonly", "lf", "maxfail")
     from_testpaths = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    return from_testpaths and not any(config.getoption(name) for name in narrowing)
+    return from_testpaths and not any(config.getoption(name, None) for name in narrowing)
 
 
 def _tests_by_id(record: Mapping[str, Any]) -> dict[str, dict[str, list[bool]]]:

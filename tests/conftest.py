@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from handrail.embedded import EmbeddedValkey
 from handrail.testing.services import EmbeddedPostgres
 from tests.acceptance import AcceptanceRecord
+
+# How long an example takes says how busy the machine is, and nothing about the program.
+settings.register_profile("untimed", settings(), deadline=None)
+settings.load_profile("untimed")
 
 
 def pytest_configure(config: pytest.Config) -> None:

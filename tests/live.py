@@ -179,6 +179,12 @@ class Deployment:
             if any(self.tag in part for part in process.info["cmdline"] or ())
         ]
         assert left == [], "processes were left behind"
+        crashed = [log for log in self.logs("worker") if "crashed" in log or "Traceback" in log]
+        assert crashed == [], "no fault is met by an exception that nobody expects"
+
+    def logs(self, kind: str = "") -> list[str]:
+        """What the processes have logged, or only those of a kind."""
+        return [log.read_text(errors="replace") for log in self.directory.glob(f"{kind}*.log")]
 
     # ---- runs ------------------------------------------------------------------------------------
 
@@ -242,8 +248,7 @@ class Deployment:
             if found := condition():
                 return found
             if time.monotonic() > give_up_at:
-                logs = (log.read_text(errors="replace") for log in self.directory.glob("*.log"))
-                pytest.fail(f"not within {within_s} s: {what}\n" + "\n---\n".join(logs))
+                pytest.fail(f"not within {within_s} s: {what}\n" + "\n---\n".join(self.logs()))
             time.sleep(POLL_S)
 
 
@@ -318,14 +323,25 @@ class FailingStore:
 
         Nobody reaches it until `back`.
         """
-        with psycopg.connect(
-            host=str(self._socket.parent), user=self._url.username, dbname=self._url.database
-        ) as connection:
+        with self._connection() as connection:
             backend = connection.info.backend_pid
             self._socket.rename(self._hidden)
             os.kill(backend, signal.SIGKILL)
 
     def back(self) -> None:
-        """Let it be reached again."""
+        """Let it be reached again, and wait until it has recovered."""
         if self._hidden.exists():
             self._hidden.rename(self._socket)
+        give_up_at = time.monotonic() + SECONDS
+        while True:
+            try:
+                self._connection().close()
+                return
+            except psycopg.OperationalError:
+                assert time.monotonic() < give_up_at, "PostgreSQL does not come back"
+                time.sleep(POLL_S)
+
+    def _connection(self) -> psycopg.Connection[Any]:
+        return psycopg.connect(
+            host=str(self._socket.parent), user=self._url.username, dbname=self._url.database
+        )

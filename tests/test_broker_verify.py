@@ -264,6 +264,7 @@ def test_a_server_that_does_not_answer_is_reported_not_waited_for(
     )
 
 
-@pytest.mark.parametrize("url", ["amqp://localhost//", "redis://one;redis://two"])
-def test_only_one_plain_server_is_asked(url: str) -> None:
-    assert verify_server(fleet(url)) == []
+@pytest.mark.parametrize("url", ["amqp://127.0.0.1:1//", "redis://127.0.0.1:1;redis://127.0.0.1:2"])
+def test_a_broker_that_is_no_plain_redis_is_asked_whether_it_answers(url: str) -> None:
+    assert [found.code for found in verify_server(fleet(url))] == ["broker-unreachable"]
+    assert verify_server(fleet("memory://")) == []

@@ -19,7 +19,7 @@ from typer.testing import CliRunner, Result
 
 from handrail.broker.redis_client import redis_client
 from handrail.cli import app
-from handrail.cli.shared_valkey import RENDEZVOUS, find
+from handrail.shared_valkey import RENDEZVOUS, find
 from handrail.embedded import EmbeddedValkey
 from handrail.terminal import visible
 

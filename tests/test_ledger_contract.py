@@ -8,7 +8,6 @@ stored status, one stop an episode, no end over a doubt, no call that no charge 
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 import json
 import threading
@@ -41,7 +40,7 @@ from handrail.ledger.errors import (
     RunExists,
     UnknownRun,
 )
-from handrail.ledger.ledger import Claim
+from handrail.ledger.ledger import Claim, Ledger
 from handrail.tasks.calls import ToolCall
 from tests.world import (
     KINDS,
@@ -67,20 +66,14 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
         yield opened
 
 
-@pytest.fixture(params=KINDS)
-def unbounded(request: pytest.FixtureRequest) -> Iterator[World]:
-    """A world in which nobody vouches for how long a worker may stall."""
-    with open_world(request, max_stall_ms=None) as opened:
-        yield opened
-
-
 # ---- accepting -----------------------------------------------------------------------------------
 
 
 def test_a_run_is_accepted_once_whatever_happens_to_the_answer(world: World) -> None:
     world.workflow(world.read_tool())
     for number, executed in enumerate((False, True)):
-        world.database.lose(1, executed=executed, only="COMMIT")
+        last = "WITH run AS ( INSERT" if world.postgres else "COMMIT"
+        world.database.lose(1, executed=executed, only=last)
         run = world.start(run_id=f"r{number}")
 
         assert world.database.lost and run == f"r{number}"
@@ -148,7 +141,8 @@ def test_the_claim_charges_exactly_what_the_pure_rule_says(world: World) -> None
     _copies(world, cases)
 
     for run_id, phase, late, wished, amounts in cases:
-        left = BudgetLeft(**dict(zip(LEFT, amounts, strict=True)))
+        amount: dict[str, Any] = dict(zip(LEFT, amounts, strict=True))
+        left = BudgetLeft(**amount)
         expected = charge(left, phase, cancelled=wished, remaining_ms=0 if late else 60_000)
         claim = world.ledger.claim(run_id, 0, holder="w", known=["draft@1"])
         if expected is Reason.CANCELLED:
@@ -201,9 +195,12 @@ def test_a_claim_is_for_one_worker_and_one_message(world: World) -> None:
     world.advance(LEASE_MS)
     assert world.claim(run) is None  # what became of it is for the sweep to say
     world.reconciler.sweep()
+    due = world.row(run)["epoch"]
+    assert due > first.epoch
+    for other in (late.epoch, first.epoch, due + 1):  # it is due, but not by that message
+        assert world.claim(run, other) is None
     second = world.claim(run)
-    assert second is not None and second.epoch > first.epoch and second.attempts == 2
-    assert world.claim(run, first.epoch) is None
+    assert second is not None and second.epoch > due and second.attempts == 2
 
 
 def test_a_claim_needs_the_pinned_version_of_the_workflow(world: World) -> None:
@@ -512,6 +509,28 @@ def test_a_workers_own_clock_decides_nothing(world: World, monkeypatch: pytest.M
 
 
 @pytest.mark.accept("FLT-06")
+def test_workers_whose_clocks_are_apart_stop_no_further_apart_than_that(world: World) -> None:
+    """On PostgreSQL not at all: there is one clock, the database's."""
+    world.workflow(world.read_tool())
+    start, refused = world.clock.ms, dict[int, int]()
+    ahead = 2 * SECOND
+    other = Ledger(world.url, clock=lambda: world.clock.ms + ahead, lease_ms=LEASE_MS)
+    runs = {n: world.start(run_id=f"r{n}", budget={"deadline_ms": 5_000}) for n in range(12)}
+    for number, ledger in itertools.product(range(12), (world.ledger, other)):
+        world.advance(max(0, start + number * 500 - world.clock.ms))
+        row = world.row(runs[number])
+        claim = ledger.claim(row["id"], row["epoch"], holder="w", known=["draft@1"])
+        assert claim is not None
+        if claim.refusal is not None:
+            refused.setdefault(id(ledger), world.clock.ms - start)
+        ledger.give_back([claim.claim_id], unused=[claim.claim_id], holder="w")
+    other.close()
+
+    assert refused[id(world.ledger)] == 5_000
+    assert refused[id(other)] == (5_000 if world.postgres else 3_000)
+
+
+@pytest.mark.accept("FLT-06")
 def test_time_in_a_call_is_counted_by_the_monotonic_clock(world: World) -> None:
     """A worker that was paused for longer than the deadline starts no further call."""
     world.workflow(world.read_tool(), plan=[look(q=1)])
@@ -588,7 +607,7 @@ def dies_everywhere(world: World, steps: int, expect: Callable[[str, str], None]
     Each time it is a run of its own, which the fleet then takes up; `expect` judges it. Returns the
     places.
     """
-    places = set()
+    places: set[str] = set()
     for number in range(100):
         run = world.start(run_id=f"dies-{number}")
         for _ in range(steps - 1):
@@ -626,6 +645,21 @@ def test_wherever_a_worker_dies_in_a_read_round_the_run_goes_on(world: World) ->
         for side in ("before", "after")
         for call in ("claim", "model", "read tool", "commit")
     }
+
+
+@pytest.mark.accept("FLT-04")
+def test_a_cancel_does_not_give_back_what_a_dead_worker_has_used(world: World) -> None:
+    world.workflow(world.read_tool(), plan=[look(q=1)])
+    for passed in (0, LEASE_MS):  # its lease lives, or has run out and nobody has looked yet
+        run = world.start()
+        outside = Outside(lambda place: place == "after read tool")
+        outside.then = outside.die
+        world.step(run, outside=outside)
+        world.advance(passed)
+        world.fleet.cancel(run)
+
+        assert world.drive(run).status == "cancelled"
+        assert world.used(run)["tool_calls"] == world.service.calls[f"read {run}"] == 1
 
 
 @pytest.mark.accept("FLT-02")
@@ -963,8 +997,8 @@ def _in_another_run(world: World, status: str) -> str:
 def test_a_second_run_meets_the_intent_of_a_first(
     world: World, status: str, then: str, calls: int
 ) -> None:
-    tool = {"query": False, "key_valid_for_ms": 0} if status == "handed_off" else {}
-    world.workflow(world.write_tool(**tool), plan=[save(id=1)])
+    kind = "neither" if status == "handed_off" else "key and query"
+    world.workflow(world.write_tool(**TOOLS[kind]), plan=[save(id=1)])
     _in_another_run(world, status)
     second = world.start(run_id="second")
     world.step(second)
@@ -1372,7 +1406,12 @@ def test_what_is_done_is_what_was_agreed_to(world: World) -> None:
     world.step(run)
     (shown,) = world.ledger.approvals(run_id=run)
     sent: list[Any] = []
-    world.service.script = [lambda arguments, call: sent.append(arguments) or "done"]
+
+    def execute(arguments: Any, call: ToolCall) -> Json:
+        sent.append(arguments)
+        return "done"
+
+    world.service.script = [execute]
     world.fleet.approve(run)
     world.step(run)
 
@@ -1418,8 +1457,7 @@ def test_a_consent_expires_whether_it_was_given_or_not(world: World) -> None:
     def action(run: Any) -> Action:
         return Action(tool, {"id": run.run_id})
 
-    stages = [Confirm("ask", action, expires_ms=60_000), Commit("do", action, tool)]
-    world.workflow(stages=stages)
+    world.workflow(stages=[Confirm("ask", action, expires_ms=60_000), Commit("do", action, tool)])
     asked, agreed, late = (world.start() for _ in range(3))
     for run in (asked, agreed, late):
         world.step(run)
@@ -1741,6 +1779,10 @@ def test_a_refusal_is_recorded_whatever_the_tool_gave_as_its_reason(
     assert world.drive(run).status == ("completed" if retryable else "failed")
 
 
+def _nested(levels: int) -> Json:
+    return {"deep": _nested(levels - 1)} if levels else None
+
+
 NO_RESULTS: Final[dict[str, Any]] = {
     "not a number": float("nan"),
     "a long number": 10**5_000,
@@ -1748,7 +1790,7 @@ NO_RESULTS: Final[dict[str, Any]] = {
     "bytes": b"x",
     "an object": object(),
     "surrogates": "\ud800" * 9,
-    "too deep": functools.reduce(lambda inner, _: {"deep": inner}, range(100), None),
+    "too deep": _nested(100),
 }
 
 

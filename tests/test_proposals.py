@@ -260,7 +260,8 @@ def test_a_stream_of_events_is_one_proposal(events: list[ModelEvent], kind: str)
 @pytest.mark.parametrize(
     "name",
     ["Lookup", "lookup ", " lookup", "LOOKUP", "look\u200bup", "lookup\x00", "lookup\n",
-     "\uff4cookup", "__proto__", "__class__", "constructor", "", "*", "loop.lookup", "default", "refund"],
+     "\uff4cookup", "__proto__", "__class__", "constructor", "", "*", "loop.lookup", "default",
+     "refund"],
 )  # fmt: skip
 def test_only_a_name_that_is_allowed_here_passes_compared_exactly(name: str) -> None:
     world = says(ask(name, q=1))

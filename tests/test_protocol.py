@@ -713,6 +713,20 @@ def test_a_worker_lost_over_nothing_costs_an_attempt_and_fences_it_off() -> None
     assert ruling.state.left.tool_calls_available == 1  # what was reserved may have been used
 
 
+@pytest.mark.parametrize("cancelled", [False, True])
+@pytest.mark.accept("FLT-04")
+def test_whoever_ends_the_run_of_a_lost_worker_leaves_its_reserved_call_charged(
+    cancelled: bool,
+) -> None:
+    """It may have been made: only the holder of the claim can say that it was not."""
+    left = replace(STATE.left, tool_calls=1, tool_calls_reserved=1)
+    state = replace(STATE, status=R.RUNNING, left=left)
+    gone = locked(state, lease_until=NOW, effect=None)
+    ruling = protocol.cancel(gone) if cancelled else woken(replace(gone, attempts=3))
+
+    assert ruling is not None and ruling.state.left.tool_calls_available == 1
+
+
 @pytest.mark.accept("FLT-17")
 def test_after_some_lost_workers_a_person_is_asked() -> None:
     ruling = woken(locked(lease_until=NOW, attempts=3))
@@ -984,11 +998,14 @@ def test_no_decision_ends_a_run_over_a_doubt_or_breaks_a_table(
     """Whatever is locked: status moves by its table, an effect by its own, and cancel wins."""
     if status not in (R.RUNNING, R.EXECUTING, R.CANCELLING):
         lease = None
-    doubtful = found in UNRESOLVED and not others and current
+    current = current or found is None or found in UNRESOLVED  # which keep a run where it is
+    doubtful = found in UNRESOLVED and not others
     if (status in _DOUBTLESS and doubtful) or (status is R.CANCELLING) > cancelled:
         return
     if cancelled and status in CLAIMABLE | {R.AWAITING_APPROVAL, R.AWAITING_INPUT}:
         return  # a wish has moved it on
+    if found is E.DISPATCHED and doubtful and status not in (R.EXECUTING, R.CANCELLING):
+        return  # nobody moves such a run but its sender and the sweep
     if status in (R.EXECUTING, R.RUNNING) and found is E.UNKNOWN and not others and not key:
         return  # only what may be sent again is released
     state = replace(
@@ -1024,6 +1041,8 @@ def test_no_decision_ends_a_run_over_a_doubt_or_breaks_a_table(
     for name, decide in _decisions(seen, token).items():
         if held is None and name in _WANT_AN_EFFECT:
             continue
+        if not current and name not in _WORDS:  # only senders ask for an effect by its id
+            continue
         ruling = decide()
         if ruling is None:
             continue
@@ -1045,9 +1064,8 @@ def test_no_decision_ends_a_run_over_a_doubt_or_breaks_a_table(
             assert kinds(ruling).count(RUN_RESUMED) == announced, name
 
 
-_WANT_AN_EFFECT: Final = frozenset(
-    {"dispatch", "receipt", "refusal", "busy", "silence", "never sent"}
-)
+_WORDS: Final = frozenset({"receipt", "refusal", "busy", "silence", "never sent"})
+_WANT_AN_EFFECT: Final = _WORDS | {"dispatch"}
 
 
 def test_a_decision_that_the_table_does_not_hold_is_an_error() -> None:

@@ -23,6 +23,7 @@ from handrail.agent.tools import FOREVER
 from handrail.ledger import statements
 from handrail.ledger.ledger import POSTPONE_MS
 from handrail.ledger.statements import REPUBLISH_MAX_MS, REPUBLISH_MS
+from handrail.tasks.calls import ToolCall
 from tests.world import (
     KINDS,
     LEASE_MS,
@@ -458,7 +459,12 @@ def test_a_senders_own_word_allows_another_attempt_whatever_became_of_the_key(
 def test_without_a_query_the_same_key_is_sent_again_inside_its_lifetime(world: World) -> None:
     run = doubtful(world, "lost", query=False)
     keys: list[str | None] = []
-    world.service.script = [lambda arguments, call: keys.append(call.key) or "known"]
+
+    def execute(arguments: Any, call: ToolCall) -> Json:
+        keys.append(call.key)
+        return "known"
+
+    world.service.script = [execute]
     world.sweep_when_due(run)
     assert world.row(run)["status"] == "running"
     assert world.effect("save:1")["status"] == "unknown"  # released, and a doubt still

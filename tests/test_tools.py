@@ -141,6 +141,20 @@ def test_a_bare_function_is_no_tool(virtual: VirtualFleet) -> None:
         Commit("commit", action, function)
 
 
+def test_an_annotation_that_cannot_be_read_is_refused(virtual: VirtualFleet) -> None:
+    """Taken for no model at all, it would let every argument pass."""
+
+    async def lookup(arguments: Query, call: ToolCall) -> str:
+        return "found"
+
+    lookup.__annotations__["arguments"] = "DefinedNowhere"
+    with pytest.raises(InvalidDefinition, match="'DefinedNowhere' cannot be read here"):
+        virtual.fleet.tool(side_effect="read")(lookup)
+
+    declared = virtual.fleet.tool(side_effect="read", input=Query)(lookup)
+    assert declared.contract.input is Query
+
+
 @pytest.mark.accept("TOL-01", "TOL-08")
 def test_a_call_is_given_a_signal(virtual: VirtualFleet) -> None:
     signals = []

@@ -36,6 +36,7 @@ REASONS = {
 LOOKUP = {"kind": "tool", "tool": "lookup", "arguments": {"q": 1}}
 SAVE = {"kind": "tool", "tool": "saveDraft", "arguments": {"q": 1}}
 DONE = {"kind": "complete", "answer": "done"}
+QUESTION = {"kind": "clarify", "question": "Which one?"}
 FOUND = {"status": "success", "observation": "x"}
 BUSY = {"status": "failed", "code": "busy", "retryable": True}
 GONE = {"status": "failed", "code": "gone", "retryable": False}
@@ -132,6 +133,53 @@ def test_an_observation_is_known_however_old_it_is(driver: Driver) -> None:
     assert wanted["reason"] == "repeated-proposal"
     assert len(wanted["state"]["observations"]) == 40
     assert differences(wanted, driver.play(case)) == {}
+
+
+@pytest.mark.parametrize("driver", DRIVERS.values(), ids=DRIVERS)
+@pytest.mark.parametrize("proposal", [LOOKUP, SAVE, DONE, QUESTION, {"kind": "odd"}])
+def test_a_wish_that_becomes_visible_with_a_proposal_starts_nothing(
+    proposal: dict[str, Any], driver: Driver
+) -> None:
+    """What no vector has: nothing is started then, nothing counted, and the run is cancelled."""
+    found = driver.play(
+        a_case(proposals=[proposal], faults={"propose": {"0": {"cancelAtEnd": True}}})
+    )
+
+    assert found.reason == "cancelled"
+    assert [call["op"] for call in found.calls] == ["propose"]
+    assert (found.state["modelCalls"], found.state["toolCalls"]) == (1, 0)
+    assert [event["type"] for event in found.trace] == ["proposal.received", "run.stopped"]
+
+
+@pytest.mark.accept("RUN-22")
+@pytest.mark.parametrize("driver", DRIVERS.values(), ids=DRIVERS)
+def test_a_wish_comes_before_the_step_budget(driver: Driver) -> None:
+    """What no vector has: both stop the run, and it says that it was cancelled."""
+    found = driver.play(
+        a_case(
+            options={"maxSteps": 1},
+            proposals=[LOOKUP, LOOKUP],
+            results=[FOUND],
+            faults={"invoke": {"0": {"cancelAtEnd": True}}},
+        )
+    )
+
+    assert (found.reason, found.state["step"]) == ("cancelled", 1)
+
+
+@pytest.mark.parametrize("driver", DRIVERS.values(), ids=DRIVERS)
+@pytest.mark.parametrize("proposal", [LOOKUP, SAVE])
+def test_a_call_gets_its_last_millisecond(proposal: dict[str, Any], driver: Driver) -> None:
+    """At this time the difference of two readings of a clock is a trifle less than it should be."""
+    at_ms = next(t for t in range(1, 1_000) if (t / 1000 + 0.001) - t / 1000 < 0.001)
+    case = a_case(
+        options={"toolTimeoutMs": 1, "modelTimeoutMs": 2_000},
+        proposals=[proposal, DONE],
+        results=[FOUND],
+        faults={"propose": {"0": {"latencyMs": at_ms}}},
+    )
+
+    assert differences(reference_runner.expected(case), driver.play(case)) == {}
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,13 @@ connection. PostgreSQL's clock is ours too: a function of the same name stands b
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
@@ -251,7 +252,6 @@ class Service:
     """
 
     clock: Clock
-    outside: Callable[[], Outside]
     script: list[Behaviour] = field(default_factory=list)
     performed: list[str] = field(default_factory=list)  # intents, each time one took effect
     records: dict[str, Json] = field(default_factory=dict)  # by intent
@@ -260,9 +260,11 @@ class Service:
     calls: Counter[str] = field(default_factory=Counter)  # "<kind> <run id>"
     hidden: bool = False  # queries find nothing
 
-    def arrive(self, call: ToolCall, arguments: Any, valid_ms: int) -> Json:
-        """A request reaches the service."""
-        assert call.key is not None and call.intent_key is not None
+    def arrive(self, call: ToolCall, arguments: Any, valid_ms: int, deadline: bool = False) -> Json:
+        """A request reaches the service; with `deadline` it refuses one that is too late."""
+        assert call.key is not None and call.intent_key is not None and call.not_after is not None
+        if deadline and self.clock.ms > call.not_after:
+            raise ToolRefused("too-late")
         known = self.keys.get(call.key)
         if known is not None and known[1] > self.clock.ms:
             return known[0]
@@ -275,12 +277,15 @@ class Service:
 
     def land(self) -> None:
         """Let the requests in the air arrive whose time has come."""
-        due = [item for item in self.air if item[0] <= self.clock.ms]
-        self.air = [item for item in self.air if item[0] > self.clock.ms]
-        for _, arrival in due:
-            arrival()
+        now, self.air = self.air, []
+        for landing, arrival in now:
+            if landing > self.clock.ms:
+                self.air.append((landing, arrival))
+                continue
+            with suppress(ToolRefused):  # nobody waits for it any more
+                arrival()
 
-    def execute(self, arguments: Any, call: ToolCall, valid_ms: int) -> Json:
+    def execute(self, arguments: Any, call: ToolCall, valid_ms: int, deadline: bool) -> Json:
         """One write call, as the script says."""
         self.calls[f"write {call.run_id}"] += 1
         way = self.script.pop(0) if self.script else "ok"
@@ -288,7 +293,7 @@ class Service:
             return way(arguments, call)
         word, _, detail = way.partition(":")
         if word in ("ok", "lost"):
-            receipt = self.arrive(call, arguments, valid_ms)
+            receipt = self.arrive(call, arguments, valid_ms, deadline)
             if word == "ok":
                 return receipt
         elif word == "refused":
@@ -301,7 +306,7 @@ class Service:
             return None  # it arrives nowhere, and whoever sent it waits
         elif word == "late":
             landing = self.clock.ms + int(detail)
-            self.air.append((landing, lambda: self.arrive(call, arguments, valid_ms)))
+            self.air.append((landing, lambda: self.arrive(call, arguments, valid_ms, deadline)))
         else:
             assert word == "dropped", way
         raise ConnectionError("no answer")
@@ -322,21 +327,31 @@ class World:
     def __init__(self, url: str, *, max_stall_ms: int | None = STALL_MS) -> None:
         self.clock = Clock()
         self.url = url
-        self.control = Database(url, clock=self.clock.now)
         self.fleet = Fleet(settings=Settings(database_url=url, max_stall_ms=max_stall_ms))
         self.ledger = self._ledger()
+        if self.database.in_memory:  # which has one connection
+            create_all(self.database)
+            self.control: Database = self.database
+        else:
+            self.control = Database(url, clock=self.clock.now)
         self.fleet.__dict__["ledger"] = self.ledger
         self.messages: list[StepMessage] = []
         self.lock = ClockedLock(self.clock)
         self.outside = Outside()
-        self.service = Service(self.clock, lambda: self.outside)
+        self.service = Service(self.clock)
         self.reconciler = self.sweeper()
         self._runner = asyncio.Runner()
         self._home = threading.current_thread()
         self._move(START_MS)
 
     def _ledger(self) -> Ledger:
-        ledger = Ledger(self.url, clock=self.clock.now, lease_ms=LEASE_MS)
+        numbers = itertools.count(1)
+        ledger = Ledger(
+            self.url,
+            clock=self.clock.now,
+            lease_ms=LEASE_MS,
+            new_id=lambda: f"id-{next(numbers)}",
+        )
         ledger.database = TappedDatabase(self.url, clock=self.clock.now)
         ledger.database.statements = []
         return ledger
@@ -403,10 +418,11 @@ class World:
         async def execute(arguments: dict[str, Json], call: ToolCall) -> Json:
             outside = self.outside
             outside.at("before write tool")
-            if self.service.script[:1] == ["hang"]:
-                self.service.execute(arguments, call, key_valid_for_ms)
+            hangs = self.service.script[:1] == ["hang"]
+            deadline = bool(contract.get("not_after"))
+            answer = self.service.execute(arguments, call, key_valid_for_ms, deadline)
+            if hangs:
                 await asyncio.Event().wait()
-            answer = self.service.execute(arguments, call, key_valid_for_ms)
             outside.at("after write tool")
             return answer
 
@@ -419,8 +435,11 @@ class World:
             "intent": intent,
             **contract,
         }
-        found = self.service.query if query else None
-        return self.fleet.tool(name, query=found, **options)(execute)
+
+        def find(arguments: dict[str, Json], call: ToolCall) -> Json:
+            return self.service.query(arguments, call)
+
+        return self.fleet.tool(name, query=find if query else None, **options)(execute)
 
     def workflow(
         self,
@@ -544,25 +563,30 @@ class World:
             raise failed[0]
         return found[0]
 
-    def drive(self, run_id: str, *, rounds: int = 300) -> Run:
-        """Let the fleet go on, from event to event, until the run rests."""
+    def drive(self, run_id: str, *others: str, rounds: int = 300) -> Run:
+        """Let the fleet go on, from event to event, until the run rests (and the others do)."""
+        runs = (run_id, *others)
         for _ in range(rounds):
-            run = self.fleet.get(run_id)
-            if run.rests:
-                return run
-            row = self.row(run_id)
-            due = row["due_at"] is not None and row["due_at"] <= self.clock.ms
-            if due and row["lease_until"] is None and row["cancel_requested_at"] is None:
-                self.step(run_id)
-            else:
-                self.sweep_when_due(run_id)
-        raise AssertionError(f"{run_id} came to no rest: {self.fleet.get(run_id)}")
+            busy = [run for run in runs if not self.fleet.get(run).rests]
+            if not busy:
+                return self.fleet.get(run_id)
+            due = [run for run in busy if self._is_due(run)]
+            for run in due:
+                self.step(run)
+            if not due:
+                self.sweep_when_due(*busy)
+        raise AssertionError(f"no rest: {[self.fleet.get(run) for run in runs]}")
 
-    def sweep_when_due(self, run_id: str) -> None:
-        """Let time pass until the sweep has to look at a run, and sweep."""
-        wake_at = self.row(run_id)["wake_at"]
-        assert wake_at is not None, "nobody will ever look at this run"
-        self.advance(max(0, wake_at - self.clock.ms))
+    def _is_due(self, run_id: str) -> bool:
+        row = self.row(run_id)
+        free = row["lease_until"] is None and row["cancel_requested_at"] is None
+        return free and row["due_at"] is not None and row["due_at"] <= self.clock.ms
+
+    def sweep_when_due(self, *run_ids: str) -> None:
+        """Let time pass until the sweep has to look at one of the runs, and sweep."""
+        wakes = [self.row(run_id)["wake_at"] for run_id in run_ids]
+        assert None not in wakes, "nobody will ever look at this run"
+        self.advance(max(0, min(wakes) - self.clock.ms))
         self.reconciler.sweep()
 
     # ---- looking ---------------------------------------------------------------------------------
@@ -681,6 +705,12 @@ def _sqlite_url(place: Path) -> str:
     return f"sqlite:///{file}"
 
 
+def clear(database: Database) -> None:
+    """Empty the ledger's tables."""
+    for table in _TABLES:
+        database.run(f"DELETE FROM {table}", {})
+
+
 def _postgres_url(server: EmbeddedPostgres) -> str:
     address = server.url()
     if address not in _worlds:
@@ -692,7 +722,6 @@ def _postgres_url(server: EmbeddedPostgres) -> str:
         database.run("ALTER DATABASE worlds SET search_path = public, pg_catalog", {})
         database.close()
     database = Database(_worlds[address])
-    for table in _TABLES:
-        database.run(f"DELETE FROM {table}", {})
+    clear(database)
     database.close()
     return _worlds[address]

@@ -11,11 +11,11 @@ from kombu.utils.url import maybe_sanitize_url
 from handrail.agent.errors import HandrailError
 from handrail.broker.app import verify_app, verify_server
 from handrail.cli.ground import for_reading
-from handrail.cli.shared_valkey import find
 from handrail.fleet import Fleet
 from handrail.ledger.database import ConnectionLost
 from handrail.ledger.errors import DatabaseUnavailable
 from handrail.ledger.migrate import HEAD
+from handrail.shared_valkey import find
 
 OK: Final = "ok"
 WARNING: Final = "warning"  # it runs, and somebody should look

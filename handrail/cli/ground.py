@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from handrail.agent.errors import BadInput
-from handrail.cli.shared_valkey import SharedValkey, ended_with, find, shared_valkey
 from handrail.fleet import Fleet
+from handrail.shared_valkey import SharedValkey, ended_with, find, shared_valkey
 
 
 @dataclass(eq=False)

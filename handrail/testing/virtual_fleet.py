@@ -34,6 +34,7 @@ class VirtualFleet:
     def __init__(self, *, lock: IntentLock | None = None) -> None:
         self.loop = VirtualLoop()
         self.fleet = Fleet(database_url="sqlite://", clock=self.now)
+        self.fleet.beside = None  # one thread
         self.lock = LocalLock() if lock is None else lock
         self.due: list[StepMessage] = []
         self.unhandled: list[dict[str, Any]] = []

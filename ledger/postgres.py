@@ -1,0 +1,123 @@
+"""One connection to PostgreSQL: every statement is prepared once, then run with one call of libpq.
+
+psycopg makes the connection and names the errors. Its cursors can do far more than a ledger needs,
+and take longer over a statement than the client library itself; so the statement goes there
+directly. Parameters are text, whole numbers and NULL; so is what comes back, and truth values.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import psycopg
+from psycopg.errors import error_from_result
+from psycopg.pq import ExecStatus
+
+_PARAMETER: Final = re.compile(r"(?<![:\w]):([a-z_][a-z0-9_]*)")
+_GOING: Final = "57P"  # the SQLSTATEs with which the server takes leave
+_DONE: Final = (ExecStatus.TUPLES_OK, ExecStatus.COMMAND_OK)
+_BOOL, _INT8, _INT2, _INT4 = 16, 20, 21, 23  # the server's numbers for its types
+_READ: Final[Mapping[int, Callable[[bytes], Any]]] = {
+    _BOOL: b"t".__eq__,
+    _INT2: int,
+    _INT4: int,
+    _INT8: int,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Statement:
+    """A prepared statement: the parameters in the server's order, and its columns."""
+
+    name: bytes
+    parameters: tuple[str, ...]
+    columns: tuple[tuple[int, str, Callable[[bytes], Any]], ...]
+
+
+class Connection:
+    """A connection of one thread, in autocommit. Raises what `psycopg.connect` raises.
+
+    The server keeps every text that it was given, so the texts must be few: a value that varies is
+    a parameter.
+    """
+
+    def __init__(self, **parameters: Any) -> None:
+        self._connection = psycopg.connect(autocommit=True, client_encoding="utf8", **parameters)
+        self._libpq = self._connection.pgconn
+        self._prepared: dict[str, _Statement] = {}
+
+    @property
+    def closed(self) -> bool:
+        """Whether the connection is closed, by us or by a failure."""
+        return self._connection.closed
+
+    def run(self, sql: str, params: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Run one statement with `:name` parameters and return its rows, if it has any.
+
+        Raises the `psycopg.Error` of what went wrong.
+        """
+        statement = self._prepared.get(sql) or self._prepare(sql)
+        values: Any = [_written(params[name]) for name in statement.parameters]
+        result = self._done(self._libpq.exec_prepared(statement.name, values))
+        cell = result.get_value
+        return [
+            {
+                name: None if (value := cell(row, number)) is None else read(value)
+                for number, name, read in statement.columns
+            }
+            for row in range(result.ntuples)
+        ]
+
+    def rollback(self) -> None:
+        """Roll back the open transaction, if there is one."""
+        self._connection.rollback()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+    def _prepare(self, sql: str) -> _Statement:
+        numbers: dict[str, int] = {}
+
+        def numbered(found: re.Match[str]) -> str:
+            return f"${numbers.setdefault(found[1], len(numbers) + 1)}"
+
+        text = _PARAMETER.sub(numbered, sql).encode()
+        name = b"handrail_%d" % len(self._prepared)
+        self._done(self._libpq.prepare(name, text))
+        described = self._done(self._libpq.describe_prepared(name))
+        columns = tuple(
+            (
+                number,
+                (described.fname(number) or b"").decode(),
+                _READ.get(described.ftype(number), bytes.decode),
+            )
+            for number in range(described.nfields)
+        )
+        statement = self._prepared[sql] = _Statement(name, tuple(numbers), columns)
+        return statement
+
+    def _done(self, result: Any) -> Any:
+        if result.status in _DONE:
+            return result
+        error = error_from_result(result)
+        if error.sqlstate is None or error.sqlstate.startswith(_GOING):
+            self.close()  # libpq's own word has no SQLSTATE; it may believe it open until next used
+        raise error
+
+
+def _written(value: object) -> bytes | None:
+    """Write a parameter as the server reads it."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        text = value.encode()
+        if b"\0" in text:  # libpq would take it for the end
+            raise psycopg.DataError("PostgreSQL's text cannot contain NUL")
+        return text
+    if isinstance(value, int):
+        return b"%d" % value
+    raise TypeError(f"no parameter of a statement: {type(value).__name__}")
