@@ -5,6 +5,7 @@
 #   make test         the tests
 #   make acceptance   every acceptance criterion, the tests that carry it, and whether they pass
 #   make bench        the benchmark: minutes, and a machine that does nothing else
+#   make bench-short  the same in a minute, to see that it runs; its figures mean nothing
 #   make lint         style, types and the layers
 #   make format       let ruff rewrite what it can
 #   make ci           all that must hold before a change is accepted
@@ -19,7 +20,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DELETE_ON_ERROR:
-.PHONY: demo test acceptance bench lint format ci clean
+.PHONY: demo test acceptance bench bench-short lint format ci clean
 
 demo: $(READY)
 	$(BIN)/handrail demo
@@ -32,6 +33,9 @@ acceptance: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.run $(BENCH_ARGS)
+
+bench-short: $(READY)
+	$(BIN)/python -m benchmarks.run --short $(BENCH_ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check

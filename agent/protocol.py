@@ -314,7 +314,6 @@ def dispatch(
         effect=sent,
         lease="keep",
         lease_ms=deadline_at - locked.now + LEASE_MARGIN_MS,
-        joins=True,
         consumes_approval=consumes,
         charges_tool=command.tool,
     )
@@ -404,7 +403,7 @@ def _receipt(locked: Locked, workflow: Workflow, effect: Effect, out: Outcome) -
     except BaseException:
         # A receipt is never lost to a fault in the workflow's own code: the next step meets that.
         return replace(_takes_recorded(locked, proved), effect=proved)
-    return replace(settle_turn(turn, effect), effect=proved)
+    return replace(settle_turn(turn, effect), effect=proved, joins=True)
 
 
 def _judged_events(
@@ -726,6 +725,7 @@ def proved_applied(locked: Locked, value: Json, evidence: str) -> Ruling:
         events=tuple(events),
         effect=proved,
         lease="take",
+        joins=True,
     )
 
 

@@ -1,1 +1,3 @@
-"""What Handrail costs, measured; see `docs/what-a-step-costs.md`. No part of the package, and of no test."""
+"""What Handrail costs, measured; see `docs/what-a-step-costs.md`. No part of the package, and
+of no test.
+"""

@@ -1,8 +1,8 @@
 """The anchor: a bare Celery chain on Valkey with no SQL at all, and no promise of any kind.
 
 Two solo workers, prefetch 4, Celery's own publishing and acknowledgements. Its speed is the unit in
-which ours is given, since the speed of the machine drifts: ratios of one run can be compared, figures
-of two runs cannot.
+which ours is given, since the speed of the machine drifts: ratios of one run can be compared,
+figures of two runs cannot.
 """
 
 from __future__ import annotations
@@ -52,10 +52,18 @@ class Anchor:
 
     def __enter__(self) -> Anchor:
         self._family.keep(lambda: self._valkey)
-        app.conf.broker_url = self._valkey.url
+        app.conf.update(broker_url=self._valkey.url)
         for number in range(WORKERS):
             options = ["-P", "solo", "-c", "1", "--without-mingle", "--without-gossip"]
-            self._family.keep(partial(start_worker, "benchmarks.anchor:app", options, {URL: self._valkey.url}, log=self._directory / f"anchor-{number}.log"))
+            self._family.keep(
+                partial(
+                    start_worker,
+                    "benchmarks.anchor:app",
+                    options,
+                    {URL: self._valkey.url},
+                    log=self._directory / f"anchor-{number}.log",
+                )
+            )
         seen: set[bytes] = set()
         while len(seen) < WORKERS:  # until both are at work
             seen |= self._chains(runs=20, steps=2)
@@ -71,21 +79,19 @@ class Anchor:
 
     def load(self, *, runs: int, steps: int) -> Load:
         """Run chains side by side, and say what they took."""
-        cpu, began = self._cpu_seconds(), time.monotonic()
+        processes = self._family.processes()
+        cpu_s, began = cpu_seconds(processes), time.monotonic()
         self._chains(runs=runs, steps=steps)
         wall_s = time.monotonic() - began
-        return Load(runs * steps, wall_s, self._cpu_seconds() - cpu)
+        return Load(runs * steps, wall_s, cpu_seconds(processes) - cpu_s)
 
     def _chains(self, *, runs: int, steps: int) -> set[bytes]:
         for _ in range(runs):
             step.apply_async((1, steps))
-        ended = set()
+        ended: set[bytes] = set()
         for _ in range(runs):
             told = _client().brpop([DONE], timeout=PATIENCE_S)
             if told is None:
                 raise TimeoutError(f"a chain of the anchor was lost: see {self._directory}")
-            ended.add(told[1])
+            ended.add(bytes(told[1]))
         return ended
-
-    def _cpu_seconds(self) -> float:
-        return cpu_seconds(self._family.processes())

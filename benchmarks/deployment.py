@@ -18,7 +18,7 @@ from handrail.ledger.tables import METADATA
 from handrail.settings import Settings
 
 PATIENCE_S = 120
-POLL_S = 0.02
+POLL_S = 0.1  # when it ended is read from the trace: looking must cost next to nothing
 SEED_BATCH = 5_000
 
 
@@ -29,7 +29,8 @@ class NotCompleted(Exception):
 class Deployment:
     """A fleet for the length of a `with` block. `servers` are counted with it and started before.
 
-    `workers=0`: nobody takes up what is enqueued. `broker_url`: another broker than a Valkey of its own.
+    `workers=0`: nobody takes up what is enqueued. `broker_url`: another broker than a Valkey of its
+    own.
     """
 
     def __init__(
@@ -67,7 +68,15 @@ class Deployment:
         self.fleet.upgrade_database()
         environment = {f"HANDRAIL_{name.upper()}": value for name, value in settings.items()}
         for number in range(self._workers):
-            self._family.keep(partial(start_worker, "benchmarks.worker:app", [], environment, log=self._directory / f"worker-{number}.log"))
+            self._family.keep(
+                partial(
+                    start_worker,
+                    "benchmarks.worker:app",
+                    [],
+                    environment,
+                    log=self._directory / f"worker-{number}.log",
+                )
+            )
         while len(self._holders()) < self._workers:  # until all are at work
             self.load(runs=20, steps=3)
         return self
@@ -91,22 +100,29 @@ class Deployment:
         return self.fleet.enqueue(WORKFLOW, goal="go", input={"steps": steps, "wait_ms": wait_ms})
 
     def load(self, *, runs: int, steps: int, wait_ms: int = 0) -> Load:
-        """Run runs side by side, from the first `enqueue` to the last commit, and say what they took."""
-        cpu, began = self._cpu_seconds(), time.monotonic()
+        """Run runs side by side, from the first `enqueue` to the last commit, and say what they
+        took.
+        """
+        processes = self._family.processes()
+        cpu_s, began_at = cpu_seconds(processes), self.fleet.ledger.now()
         ids = [self.enqueue(steps=steps, wait_ms=wait_ms) for _ in range(runs)]
-        self._until_quiet(began)
-        load = Load(runs * steps, time.monotonic() - began, self._cpu_seconds() - cpu)
+        self._until_quiet()
+        cpu_s = cpu_seconds(processes) - cpu_s
+        ended_at = began_at
         for run_id in ids:
             run = self.fleet.get(run_id)
             charged = run.budget_used["steps"]
             if (run.status, charged) != ("completed", steps):
                 raise NotCompleted(f"{run.status} ({run.reason}) after {charged} of {steps} steps")
-        return load
+            ended_at = max(ended_at, self.fleet.ledger.trace(run_id)[-1]["at"])
+        return Load(runs * steps, (ended_at - began_at) / 1000, cpu_s)
 
     def seed_finished(self, count: int) -> None:
-        """Fill the ledger with copies of one short run that has really finished, with all its rows."""
+        """Fill the ledger with copies of one short run that has really finished, with all its
+        rows.
+        """
         model = self.enqueue(steps=2)
-        self._until_quiet(time.monotonic())
+        self._until_quiet()
         for first in range(0, count, SEED_BATCH):
             ids = [secrets.token_hex(16) for _ in range(min(SEED_BATCH, count - first))]
             self._copy(model, ids)
@@ -119,22 +135,20 @@ class Deployment:
         """What the largest worker holds."""
         return worker_memory_mb(self._family.processes())
 
-    # ---- inside ---------------------------------------------------------------------------------------
+    # ---- inside ----------------------------------------------------------------------------------
 
     def _holders(self) -> set[str]:
         rows = self.database.run("SELECT DISTINCT holder FROM handrail_run", {})
         return {row["holder"] for row in rows if row["holder"]}
 
-    def _until_quiet(self, began: float) -> None:
-        """Wait until the ledger holds nothing that is due, leased or waited for: one indexed statement."""
+    def _until_quiet(self) -> None:
+        """Wait until the ledger holds nothing that is due, leased or waited for."""
+        began = time.monotonic()
         left = "SELECT count(*) AS runs FROM handrail_run WHERE wake_at IS NOT NULL"
         while runs := self.database.run(left, {})[0]["runs"]:
             if time.monotonic() - began > PATIENCE_S:
                 raise NotCompleted(f"{runs} runs are not over: see {self._directory}")
             time.sleep(POLL_S)
-
-    def _cpu_seconds(self) -> float:
-        return cpu_seconds(self._family.processes())
 
     def _copy(self, model: str, ids: list[str]) -> None:
         new_ids = (

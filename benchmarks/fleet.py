@@ -1,8 +1,8 @@
 """The fleet that is measured: one agent loop, whose model and tool do nothing but tell the time.
 
 A run of `steps` steps is `steps - 1` rounds with a call of the tool and one with the claim that the
-work is done. The tool's result is the instant of its call, so that the ledger itself holds when each
-step was at work, and measuring costs the step nothing. `wait_ms` is how long the model takes.
+work is done. The tool's result is the instant of its call, so that the ledger itself holds when
+each step was at work, and measuring costs the step nothing. `wait_ms` is how long the model takes.
 """
 
 from __future__ import annotations

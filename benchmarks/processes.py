@@ -21,7 +21,9 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Load:
-    """What a number of steps took: wall and CPU seconds, the latter of all processes, ours included."""
+    """What a number of steps took: wall and CPU seconds, the latter of all processes, ours
+    included.
+    """
 
     steps: int
     wall_s: float

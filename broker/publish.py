@@ -78,8 +78,18 @@ class Publisher:
         return f"{str(uuid.uuid4()).join(self._parts)}{json.dumps(body)}}}"
 
     def _push(self, client: redis.Redis, items: list[str]) -> None:
+        # As `client.lpush` does it, without what it does for the sake of other commands.
+        pool: Any = client.connection_pool
         try:
-            client.lpush(self._key, *items)
+            connection = pool.get_connection()
+            try:
+                connection.send_command("LPUSH", self._key, *items)
+                connection.read_response()
+            except BaseException:
+                connection.disconnect()  # or its answer would be taken for the next command's
+                raise
+            finally:
+                pool.release(connection)
         except (redis.RedisError, OSError) as error:
             raise PublishFailed(len(items), type(error).__name__) from error
 

@@ -64,12 +64,12 @@ from handrail.broker.publish import Publisher, PublishFailed
 from handrail.broker.signal import CancelSignal
 from handrail.broker.verify import UnsafeConfiguration
 from handrail.gateway.model import ModelGateway, Planner
-from handrail.ledger import migrate
 from handrail.ledger.database import ConnectionLost
 from handrail.ledger.errors import DatabaseUnavailable, NothingToApprove, UnknownRun
 from handrail.ledger.ledger import Ledger, NewRun, Ruled
 from handrail.ledger.lock import IntentLock, LocalLock, RedisLock
 from handrail.ledger.rows import escaped
+from handrail.ledger.schema import check_migrated
 from handrail.reconciler.sweep import Reconciler
 from handrail.runs import Run, run_of
 from handrail.settings import Settings
@@ -578,15 +578,19 @@ class Fleet:
             self.upgrade_database()
         ledger = Ledger(url, lease_ms=self.settings.lease_ms, clock=self._clock)
         if ledger.database.in_memory:
+            from handrail.ledger import migrate  # here: a worker never needs what it imports
+
             migrate.create_all(ledger.database)
         else:
-            migrate.check_migrated(ledger.database)
+            check_migrated(ledger.database)
         return ledger
 
     def upgrade_database(self) -> str:
         """Bring the ledger's database to this program's version; returns it. Safe to repeat."""
         if not self.settings.database_url:
             self.settings.home.mkdir(parents=True, exist_ok=True)
+        from handrail.ledger import migrate
+
         return migrate.upgrade(self.settings.database)
 
     @cached_property

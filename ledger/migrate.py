@@ -25,19 +25,27 @@ from sqlalchemy.schema import CreateIndex, CreateTable, DDLElement
 from handrail.ledger.database import Database
 from handrail.ledger.errors import (
     DatabaseUnavailable,
-    NotMigrated,
     UnknownRevision,
     UnsupportedDatabase,
 )
+from handrail.ledger.schema import HEAD, VERSION_TABLE, check_migrated, revision_of
 from handrail.ledger.tables import METADATA
 
-HEAD: Final = "0001"
-VERSION_TABLE: Final = "handrail_alembic_version"
+__all__ = [
+    "HEAD",
+    "VERSION_TABLE",
+    "check_migrated",
+    "create_all",
+    "current",
+    "downgrade",
+    "include_name",
+    "upgrade",
+]
+
 #: Records: written once, deleted with their run, never changed.
 APPEND_ONLY: Final = ("handrail_trace", "handrail_observation", "handrail_evidence")
 
 _OURS: Final = "handrail_"
-_UNDEFINED_TABLE: Final = "42P01"
 _LOCK_KEY: Final = int.from_bytes(b"handrail", "big")  # an advisory lock's key has 64 bits
 #: A change that waits for a table makes everybody behind it wait: better to give up and try later.
 _LOCK_TIMEOUT_S: Final = 10
@@ -69,16 +77,9 @@ def current(url: str | URL) -> str | None:
     """Return the revision that a database is at, or None where it has none of our tables."""
     database = Database(url)
     try:
-        return _revision(database)
+        return revision_of(database)
     finally:
         database.close()
-
-
-def check_migrated(database: Database) -> None:
-    """Raise `NotMigrated` unless the database is at this program's revision; one statement."""
-    found = _revision(database)
-    if found != HEAD:
-        raise NotMigrated(found, HEAD)
 
 
 def create_all(database: Database) -> None:
@@ -101,20 +102,6 @@ def include_name(name: str | None, kind: str, parents: MutableMapping[Any, str |
 
 
 # ---- inside --------------------------------------------------------------------------------------
-
-
-def _revision(database: Database) -> str | None:
-    try:
-        rows = database.run(f"SELECT version_num FROM {VERSION_TABLE}", {})
-    except Exception as error:
-        if _lacks_the_table(error):
-            return None
-        raise
-    return ", ".join(sorted(row["version_num"] for row in rows)) or None
-
-
-def _lacks_the_table(error: Exception) -> bool:
-    return getattr(error, "sqlstate", None) == _UNDEFINED_TABLE or "no such table" in str(error)
 
 
 def _migrate(url: str | URL, revision: str, plan: _Plan) -> str | None:

@@ -54,7 +54,12 @@ class RunRow(Table, table=True):
     __tablename__: ClassVar[str] = "handrail_run"
     __table_args__ = (
         CheckConstraint(one_of("status", RunStatus), name="handrail_run_status"),
-        CheckConstraint(one_of("traced_status", RunStatus), name="handrail_run_traced_status"),
+        # A claim alone moves the status without a trace. (PostgreSQL reads a CHECK's text anew for
+        # each statement, so that a second list of statuses would cost every step.)
+        CheckConstraint(
+            "traced_status = status OR traced_status IN ('queued', 'running')",
+            name="handrail_run_traced_status",
+        ),
         CheckConstraint(one_of("phase", Phase), name="handrail_run_phase"),
         CheckConstraint(
             "steps_left >= 0 AND model_calls_left >= 0 AND tool_calls_left >= 0"
@@ -247,7 +252,7 @@ class EffectRow(Table, table=True):
 
 
 class EffectHolderRow(Table, table=True):
-    """A run that rests on an effect: its owner, and every run that took the recorded result."""
+    """A run that rests on an effect: it was told the receipt, the record or the recorded result."""
 
     __tablename__: ClassVar[str] = "handrail_effect_holder"
     __table_args__ = (Index("handrail_effect_holder_run", "run_id"),)

@@ -63,13 +63,26 @@ async def call(
     """Make one call and say how it ended. `wish` is done when the run is wished to be cancelled."""
     if limit_ms <= 0:
         return Called(End.TIMED_OUT)
-    work = _begin(function, args)
-    cut_by_wish = {wish} if not wish.done() else set()
-    # A wish that was there before does not cut the call off: what must not start is not called at
-    # all.
-    await asyncio.wait(
-        {work, *cut_by_wish}, timeout=limit_ms / 1000, return_when=asyncio.FIRST_COMPLETED
-    )
+    loop = asyncio.get_running_loop()
+    over: asyncio.Future[None] = loop.create_future()
+
+    def end(_: object = None) -> None:
+        if not over.done():
+            over.set_result(None)
+
+    work = _begin(function, args, end)
+    work.add_done_callback(end)
+    limit = loop.call_later(limit_ms / 1000, end)
+    if not wish.done():
+        # A wish that was there before does not cut the call off: what must not start is not called
+        # at all.
+        wish.add_done_callback(end)
+    try:
+        await over
+    finally:
+        limit.cancel()
+        wish.remove_done_callback(end)
+        work.remove_done_callback(end)
     if work.done():
         error = work.exception() if not work.cancelled() else _harmless(asyncio.CancelledError())
         if error is not None:
@@ -83,12 +96,14 @@ async def call(
     return Called(End.CANCELLED if wish.done() else End.TIMED_OUT, late=work)
 
 
-def _begin(function: Callable[..., Any], args: tuple[Any, ...]) -> asyncio.Future[Any]:
+def _begin(
+    function: Callable[..., Any], args: tuple[Any, ...], end: Callable[[], None]
+) -> asyncio.Future[Any]:
     loop = asyncio.get_running_loop()
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004  # an object whose call is a coroutine
     ):
-        return loop.create_task(_awaited(function, args))
+        return loop.create_task(_awaited(function, args, end))
     return in_thread(_not_awaitable, function, args)
 
 
@@ -127,7 +142,9 @@ def _not_awaitable(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     return value
 
 
-async def _awaited(function: Callable[..., Awaitable[Any]], args: tuple[Any, ...]) -> Any:
+async def _awaited(
+    function: Callable[..., Awaitable[Any]], args: tuple[Any, ...], end: Callable[[], None]
+) -> Any:
     # Called in here: what it raises before it is awaited is the call's error, not the step's.
     try:
         return await function(*args)
@@ -135,6 +152,8 @@ async def _awaited(function: Callable[..., Awaitable[Any]], args: tuple[Any, ...
         raise
     except BaseException as error:
         raise _harmless(error) from None
+    finally:
+        end()  # at once, and not when the loop comes round to it
 
 
 def _harmless(error: BaseException) -> Exception:

@@ -789,7 +789,7 @@ def test_a_fenced_worker_plans_nothing_either(world: World) -> None:
     assert world.drive(run).status == "completed"
 
 
-@pytest.mark.accept("FLT-09")
+@pytest.mark.accept("FLT-09", "LED-12")
 def test_the_outcome_of_an_own_dispatch_counts_although_the_lease_is_lost(world: World) -> None:
     world.workflow(world.write_tool(), plan=[save(id=1)])
     run = world.start()
@@ -994,6 +994,7 @@ def _in_another_run(world: World, status: str) -> str:
         ("handed_off", "handed_off", 0),
     ],
 )
+@pytest.mark.accept("LED-14")
 def test_a_second_run_meets_the_intent_of_a_first(
     world: World, status: str, then: str, calls: int
 ) -> None:
@@ -1013,6 +1014,35 @@ def test_a_second_run_meets_the_intent_of_a_first(
     assert len(world.service.performed) <= 1
 
 
+@pytest.mark.accept("LED-15")
+def test_a_cancelled_run_leaves_the_effect_on_which_another_rests(world: World) -> None:
+    world.workflow(world.write_tool(), plan=[save(id=1)])
+    first, second = world.start(), world.start()
+    assert world.drive(first).status == "completed"
+    world.step(second)  # has the recorded result
+    assert world.fleet.cancel(second).status == "cancelled"
+
+    assert world.effect("save:1")["status"] == "applied"
+    assert world.ledger.handoffs() == []
+    assert world.service.performed == ["save:1"]
+
+
+def test_a_run_whose_attempt_came_to_nothing_rests_on_no_result(world: World) -> None:
+    """Otherwise a later run's effect would be kept for it, and nobody would be asked."""
+    world.workflow(world.write_tool(), plan=[save(id=1)])
+    first, second = world.start(), world.start()
+    world.service.script = ["refused"]
+    assert world.drive(first).status == "failed"
+    world.step(
+        second,
+        outside=Outside(lambda p: p == "before write tool", lambda: world.fleet.cancel(second)),
+    )
+
+    assert world.row(second)["status"] == "handed_off"
+    assert world.effect("save:1")["status"] == "applied"
+    assert len(world.ledger.handoffs(run_id=second)) == 1
+
+
 def test_a_run_that_waits_for_anothers_write_gets_its_result_or_its_turn(world: World) -> None:
     world.workflow(world.write_tool(), plan=[save(id=1)])
     first = _in_another_run(world, "unknown")
@@ -1024,6 +1054,7 @@ def test_a_run_that_waits_for_anothers_write_gets_its_result_or_its_turn(world: 
     assert world.drive(first).status == "completed"
 
 
+@pytest.mark.accept("LED-12")
 def test_a_sender_that_is_late_speaks_to_the_run_that_owns_the_effect_by_now(
     world: World,
 ) -> None:
@@ -1696,6 +1727,7 @@ NASTY: Final = {
 }
 
 
+@pytest.mark.accept("LED-17")
 @pytest.mark.parametrize("name", NASTY)
 def test_any_text_goes_through_every_path_and_comes_back_as_it_was(world: World, name: str) -> None:
     text = NASTY[name]
@@ -1794,6 +1826,7 @@ NO_RESULTS: Final[dict[str, Any]] = {
 }
 
 
+@pytest.mark.accept("LED-17")
 @pytest.mark.parametrize("name", NO_RESULTS)
 def test_an_outcome_is_recorded_whatever_the_tool_returned(world: World, name: str) -> None:
     """What cannot be a result is none: the write is in doubt, and the record clears it up."""

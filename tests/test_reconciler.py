@@ -597,6 +597,7 @@ def test_a_reconciler_without_the_workflows_code_leaves_the_query_to_others(
     assert world.drive(run).status == "completed"
 
 
+@pytest.mark.accept("LED-12")
 def test_contrary_evidence_opens_the_doubt_anew_with_a_window_of_its_own(world: World) -> None:
     """A worker that was paused beyond all bounds sends after all, and lands late."""
     world.workflow(world.write_tool(key_valid_for_ms=0), plan=[save(id=1)], budget=PATIENT)

@@ -120,7 +120,10 @@ def create_runs() -> None:
         words("effect_id", null=True),
         sa.PrimaryKeyConstraint("id"),
         sa.CheckConstraint(f"status IN ({RUN_STATUSES})", name="handrail_run_status"),
-        sa.CheckConstraint(f"traced_status IN ({RUN_STATUSES})", name="handrail_run_traced_status"),
+        sa.CheckConstraint(
+            "traced_status = status OR traced_status IN ('queued', 'running')",
+            name="handrail_run_traced_status",
+        ),
         sa.CheckConstraint(
             "phase IN ('decide', 'read', 'write', 'resume')", name="handrail_run_phase"
         ),
