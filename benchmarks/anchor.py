@@ -37,6 +37,10 @@ def step(number: int, steps: int) -> None:
         _client().lpush(DONE, os.getpid())
 
 
+def _bytes(told: bytes | str) -> bytes:
+    return told.encode() if isinstance(told, str) else told
+
+
 @cache
 def _client() -> redis.Redis:
     return redis.Redis.from_url(str(app.conf.broker_url), socket_timeout=PATIENCE_S + 5)
@@ -93,5 +97,5 @@ class Anchor:
             told = _client().brpop([DONE], timeout=PATIENCE_S)
             if told is None:
                 raise TimeoutError(f"a chain of the anchor was lost: see {self._directory}")
-            ended.add(bytes(told[1]))
+            ended.add(_bytes(told[1]))
         return ended
