@@ -35,6 +35,7 @@ from handrail.agent.stage import (
     Result,
     Stop,
     Succeeded,
+    Verify,
     View,
 )
 from handrail.agent.status import (
@@ -109,6 +110,19 @@ class RunState:
         """Where the run is in the stage tree."""
         return tuple(level.name for level in self.levels[1:])
 
+    @property
+    def facts(self) -> RunFacts:
+        """What a policy or a contract's check may know of the run."""
+        return RunFacts(
+            run_id=self.run_id,
+            tenant=self.tenant,
+            goal=self.goal,
+            principal=self.principal,
+            input=self.input,
+            outputs=self.outputs,
+            tool_calls=self.tool_calls,
+        )
+
     def view(
         self,
         *,
@@ -119,15 +133,7 @@ class RunState:
     ) -> View:
         """What the stages may know now."""
         return View(
-            run=RunFacts(
-                run_id=self.run_id,
-                tenant=self.tenant,
-                goal=self.goal,
-                principal=self.principal,
-                input=self.input,
-                outputs=self.outputs,
-                tool_calls=self.tool_calls,
-            ),
+            run=self.facts,
             budget=self.left,
             limits=self.limits,
             remaining_ms=remaining_ms,
@@ -177,14 +183,16 @@ def on(workflow: Workflow, state: RunState, event: Event, view: View) -> Turn:
         "levels": (*state.levels[:-1], level._replace(frame=move.frame)),
         "told": None,
     }
+    if isinstance(move.command, AskModel | InvokeTool | Verify):
+        changes["pending"] = move.command
     if move.round_done:
         changes["step"] = state.step + 1
     if move.observation is not None:
         changes |= _observed(state, move.observation)
     if isinstance(event, Proposed):
         changes["left"] = state.left.output_used(event.output_bytes)
-    turn = _run(workflow, replace(state, **changes), move.command, view, events)
-    return replace(turn, observation=move.observation)
+    state = replace(state, **changes)  # at once: it has many fields, and this is each step's path
+    return _run(workflow, state, move.command, view, events, move.observation)
 
 
 def stop(
@@ -253,6 +261,7 @@ def _run(
     command: Command,
     view: View,
     events: list[TraceEvent],
+    observation: Observation | None = None,
 ) -> Turn:
     """Resolve moves inside the tree until a command needs the world."""
     outputs: dict[str, Json] = {}
@@ -276,18 +285,19 @@ def _run(
                 state = replace(state, levels=levels)
             case Stop():
                 state = _stopped(state, command, view, events)
-                return Turn(state, command, tuple(events), outputs=outputs)
+                return Turn(state, command, tuple(events), observation, outputs)
             case _ if state.status is _S.CANCELLING:
                 command = Stop(Reason.CANCELLED)  # nothing starts after cancel
                 continue
             case Park():
                 state = _parked(state, command, events)
-                return Turn(state, command, tuple(events), outputs=outputs)
+                return Turn(state, command, tuple(events), observation, outputs)
             case _:
-                state = replace(state, pending=command)
+                if state.pending is not command:
+                    state = replace(state, pending=command)
                 if isinstance(command, InvokeTool) and _writes(workflow, command):
                     state = _towards_execution(state, command, events)
-                return Turn(state, command, tuple(events), outputs=outputs)
+                return Turn(state, command, tuple(events), observation, outputs)
         events += move.events
         command = move.command
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
@@ -36,8 +36,12 @@ def plain(text: str) -> str:
     """Read what `escaped` wrote."""
     if "\\" not in text:
         return text
-    value = json.loads(f'"{text}"')
-    assert isinstance(value, str)
+    return plains([text])[0]
+
+
+def plains(texts: Iterable[str]) -> list[str]:
+    """Read what `escaped` wrote, many at once."""
+    value: list[str] = json.loads("[" + ",".join(f'"{text}"' for text in texts) + "]")
     return value
 
 
@@ -74,10 +78,7 @@ def state_of(row: Row, *, status: str) -> RunState:
         pending=command_from_json(json.loads(row["pending"])) if row["pending"] else None,
         told=told_from_json(json.loads(row["told"])) if row["told"] else None,
         answer=json.loads(row["answer"]) if row["answer"] else None,
-        observations=tuple(
-            Observation(plain(source), plain(text), digest)
-            for source, text, digest in _list(row.get("observations"))
-        ),
+        observations=_observations(_list(row.get("observations"))),
         observation_count=row["observation_count"],
         outputs=MappingProxyType(
             {name: json.loads(value) for name, value in _list(row.get("outputs"))}
@@ -109,7 +110,7 @@ def state_columns(state: RunState) -> dict[str, Any]:
         "step": state.step,
         "state_version": state.state_version,
         "observation_count": state.observation_count,
-        "levels": json.dumps(state.levels, separators=(",", ":")),
+        "levels": dumps([list(level) for level in state.levels]),
         "pending": dumps(command_to_json(state.pending)) if state.pending else None,
         "told": dumps(told_to_json(state.told)) if state.told else None,
         "answer": None if state.answer is None else dumps(state.answer),
@@ -185,6 +186,14 @@ def approval_of(row: Row) -> Approval:
 def events_text(events: tuple[TraceEvent, ...]) -> str:
     """Write trace events as one JSON array."""
     return dumps([event.to_json() for event in events])
+
+
+def _observations(rows: list[Any]) -> tuple[Observation, ...]:
+    texts = plains(text for _, text, _ in rows)
+    return tuple(
+        Observation(plain(source), text, digest)
+        for (source, _, digest), text in zip(rows, texts, strict=True)
+    )
 
 
 def _list(value: Any) -> list[Any]:

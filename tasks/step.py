@@ -49,7 +49,7 @@ from handrail.agent.stage import (
     View,
 )
 from handrail.agent.status import CLAIMABLE, TERMINAL, Reason, RunEvent, RunStatus
-from handrail.agent.tools import Tool, ToolContract
+from handrail.agent.tools import RunFacts, Tool, ToolContract
 from handrail.agent.trace import TraceEvent
 from handrail.agent.workflow import Workflow
 from handrail.broker.message import StepMessage
@@ -369,7 +369,7 @@ class _Step:
             wish=self.handle.wish,
             aborted=context.aborted,
         )
-        end, reply = judged(tool.contract, arguments, done, self.view(state))
+        end, reply = judged(tool.contract, arguments, done, state.facts)
         known = self._is_known(state, tool.contract, reply)
         return state, Result(end, reply, bound, known, evidence=f"call:{self.claim.claim_id}")
 
@@ -552,7 +552,7 @@ class _Step:
             wish=self.handle.wish,
             aborted=context.aborted,
         )
-        end, reply = judged(tool.contract, arguments, done, self.view(state))
+        end, reply = judged(tool.contract, arguments, done, state.facts)
         if done.late is not None:
             self._listen_for_late(done.late, go, tool, arguments, state)
         await self._outcome_kept(go, tool, end, reply, bound=bound)
@@ -638,7 +638,7 @@ class _Step:
             if work.cancelled() or work.exception() is not None:
                 return
             done = Called(End.RETURNED, work.result())
-            end, reply = judged(tool.contract, arguments, done, self.view(state))
+            end, reply = judged(tool.contract, arguments, done, state.facts)
             if isinstance(reply, Succeeded):
                 try:
                     self._outcome(go, tool, end, reply)
@@ -662,12 +662,7 @@ class _Step:
 
     def _commit(self, told: _Told) -> None:
         state = told.turn.state
-        turn = replace(
-            told.turn,
-            events=tuple(self.events),
-            observation=self.observation,
-            outputs=self.outputs,
-        )
+        turn = Turn(state, told.turn.command, tuple(self.events), self.observation, self.outputs)
         done = self.ledger.commit(
             self.claim,
             protocol.settle_turn(turn),
@@ -743,7 +738,7 @@ class _Step:
 
 
 def judged(
-    contract: ToolContract, arguments: Any, done: Called, view: View
+    contract: ToolContract, arguments: Any, done: Called, run: RunFacts
 ) -> tuple[End, Reply | None]:
     """Judge what came back of a tool before anything of it may enter the state.
 
@@ -770,7 +765,7 @@ def judged(
             problem = "result-violates-contract"
         elif len(text) > contract.max_output_bytes:
             problem = "output-too-large"
-        elif contract.belongs_to is not None and not contract.belongs_to(value, view.run):
+        elif contract.belongs_to is not None and not contract.belongs_to(value, run):
             problem = "result-of-another-subject"
         elif contract.postcondition is not None and not contract.postcondition(arguments, value):
             problem = "postcondition-failed"

@@ -19,8 +19,8 @@ from typer.testing import CliRunner, Result
 
 from handrail.broker.redis_client import redis_client
 from handrail.cli import app
-from handrail.shared_valkey import RENDEZVOUS, find
 from handrail.embedded import EmbeddedValkey
+from handrail.shared_valkey import RENDEZVOUS, find
 from handrail.terminal import visible
 
 SECONDS = 60  # for anything that must happen; only a failure takes that long

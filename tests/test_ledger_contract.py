@@ -1703,7 +1703,13 @@ def test_what_a_leaving_worker_gives_back_as_unused_is_not_used_after_all(world:
     world.workflow(world.read_tool(), plan=[look(q=1)])
     run = world.start()
     runtime = world.worker()
-    leave = Outside(lambda place: place == "after model", lambda: runtime.drain(0.0))
+
+    def drain() -> None:
+        (handle,) = runtime.at_work.values()
+        assert runtime.drain(0.0) == 1
+        assert not runtime.may_start(handle, reserved=True)  # however far it has got
+
+    leave = Outside(lambda place: place == "after model", drain)
     with pytest.raises(asyncio.CancelledError):
         world.step(run, runtime=runtime, outside=leave)
 
