@@ -39,8 +39,8 @@ DEFAULT_IN_FLIGHT: Final = 256
 DEFAULT_HOST_THREADS: Final = 16
 DEFAULT_DRAIN_SECONDS: Final = 20.0
 # Taken off the queue and not yet begun. While the loop is busy a message is better left for another
-# worker, and safer; a few keep the loop from waiting for the broker between two steps.
-AHEAD: Final = 4
+# worker, and safer; but what a turn of the loop finds waiting is claimed in one trip to the ledger.
+AHEAD: Final = 8
 CANCEL_SECONDS: Final = 2.0  # for the `finally` blocks of what a drain had to cut off
 
 

@@ -12,7 +12,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, Protocol
 
@@ -96,6 +96,24 @@ class Database:
                 return self._execute(connection, sql, params)
             except Exception as error:
                 raise self._translated(connection, error) from error
+
+    def run_together(
+        self, calls: Sequence[tuple[str, Mapping[str, Any]]]
+    ) -> list[list[dict[str, Any]]]:
+        """Run independent statements as one transaction, on PostgreSQL in one trip; returns the
+        rows of each.
+
+        Raises what `run` raises; nothing was written then, unless it is a `ConnectionLost`.
+        """
+        if not self.postgres:
+            with self.transaction() as tx:
+                return [tx.run(sql, params) for sql, params in calls]
+        connection = self._connection()
+        try:
+            answers: list[list[dict[str, Any]]] = connection.run_together(calls)
+        except Exception as error:
+            raise self._translated(connection, error) from error
+        return answers
 
     @contextmanager
     def transaction(self) -> Iterator[Session]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any, Final, TypeVar
 
 from handrail.agent.budget import Budget, BudgetLeft, CallLimits, Phase
@@ -87,6 +88,26 @@ class Claim:
         """Whether the run's row is still this claim's to write, and no cancel is wished."""
         mine: bool = row["claim_id"] == self.claim_id and row["epoch"] == self.epoch
         return mine and row["lease_until"] is not None and row["cancel_requested_at"] is None
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnd:
+    """How a claimed step ends: what is to be written, and what the next claim has to pay for."""
+
+    claim: Claim
+    ruling: Ruling
+    phase: Phase
+    output_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Commit:
+    """A step's end as its statements take it. `due`: the run goes on at once."""
+
+    claim: Claim
+    ruling: Ruling
+    due: bool
+    params: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,22 +295,49 @@ class Ledger:
 
         `known` holds `name@version` of the workflows of this worker.
         """
-        claim_id = self._new_id()
-        params: dict[str, Any] = {
-            "id": run_id,
-            "epoch": epoch,
-            "claim_id": claim_id,
-            "holder": holder,
-            "lease_ms": self.lease_ms,
-            "known": self._array(known),
-        }
+        params = self._claim_params(run_id, epoch, holder, self._array(known))
         try:
-            rows = self.database.run(statements.claim(self._postgres), self._timed(params))
+            rows = self.database.run(statements.claim(self._postgres), params)
         except ConnectionLost:
-            # It may be ours all the same: the claim id tells it from another worker's.
-            rows = self._again(lambda: self._read(run_id))
-            rows = [row for row in rows if row["claim_id"] == claim_id]
+            rows = self._claimed(params)
         return self._claim_of(rows[0]) if rows else None
+
+    def claim_each(
+        self, due: Sequence[tuple[str, int]], *, holder: str, known: Collection[str]
+    ) -> list[Claim | None]:
+        """Claim several steps in one transaction, by run id and epoch; each as `claim` does it."""
+        workflows = self._array(known)
+        params = [self._claim_params(run_id, at, holder, workflows) for run_id, at in due]
+        try:
+            answers = self._together([(statements.claim(self._postgres), p) for p in params])
+        except ConnectionLost:
+            answers = [self._claimed(p) for p in params]
+        return [self._claim_of(rows[0]) if rows else None for rows in answers]
+
+    def _claim_params(self, run_id: str, epoch: int, holder: str, known: str) -> dict[str, Any]:
+        return self._timed(
+            {
+                "id": run_id,
+                "epoch": epoch,
+                "claim_id": self._new_id(),
+                "holder": holder,
+                "lease_ms": self.lease_ms,
+                "known": known,
+            }
+        )
+
+    def _claimed(self, params: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Read a run whose claim was not answered; its claim id tells ours from another's."""
+        rows = self._again(lambda: self._read(params["id"]))
+        return [row for row in rows if row["claim_id"] == params["claim_id"]]
+
+    def _together(
+        self, calls: Sequence[tuple[str, Mapping[str, Any]]]
+    ) -> list[list[dict[str, Any]]]:
+        # All that lock several runs lock them in one order, or they could wait for each other.
+        order = sorted(range(len(calls)), key=lambda number: calls[number][1]["id"])
+        answers = self.database.run_together([calls[number] for number in order])
+        return [rows for _, rows in sorted(zip(order, answers, strict=True), key=itemgetter(0))]
 
     def _claim_of(self, row: Row) -> Claim:
         return Claim(
@@ -317,24 +365,60 @@ class Ledger:
         written: the claim was fenced off, or a cancel was wished meanwhile (`cancelled_meanwhile`
         tells).
         """
-        state = ruling.state
+        end = StepEnd(claim, ruling, phase, output_bytes)
+        commit = self._commit_of(end)
+        if commit is None:
+            return self._commit_by_rule(end)
+        try:
+            rows = self._commit_once(commit)
+        except ConnectionLost:
+            rows = self._commit_again(commit)
+        return self._committed(commit, rows)
+
+    def commit_each(self, ends: Sequence[StepEnd]) -> list[DueStep | bool | BaseException]:
+        """End several claimed steps in one transaction; each as `commit` does it.
+
+        Where they cannot be written together each is written for itself; an exception stands for
+        one that cannot be. Raises `DatabaseUnavailable` where none can.
+        """
+        commits = [self._commit_of(end) for end in ends]
+        together = [commit for commit in commits if commit is not None]
+        rows: Iterator[list[dict[str, Any]]]
+        try:
+            rows = iter(self._commit_together(together))
+        except DatabaseUnavailable:
+            raise
+        except ConnectionLost:
+            rows = map(self._commit_again, together)
+        except Exception:  # one of them cannot be written: which, is found out below
+            rows = map(self._commit_once, together)
+        done: list[DueStep | bool | BaseException] = []
+        for end, commit in zip(ends, commits, strict=True):
+            try:
+                if commit is None:
+                    done.append(self._commit_by_rule(end))
+                else:
+                    done.append(self._committed(commit, next(rows)))
+            except Exception as error:
+                done.append(error)
+        return done
+
+    def _commit_of(self, end: StepEnd) -> _Commit | None:
+        """Prepare the commit of a step; None where it has to be decided under the run's lock."""
+        claim, ruling, state = end.claim, end.ruling, end.ruling.state
         simple = state.status in TERMINAL or (state.status in CLAIMABLE and not ruling.due_in_ms)
         if not simple or ruling.effect is not None or ruling.charges_tool is not None:
-            return self._commit_by_rule(claim, ruling, phase, output_bytes)
-        due = state.status in CLAIMABLE
+            return None
         if moves := _untraced(claim.state.status, claim.status, claim.state.step):
             ruling = replace(ruling, events=(*moves, *ruling.events))
-        params = self._commit_params(claim, ruling, phase, output_bytes)
-        try:
-            rows = self._commit_once(params, ruling, due=due)
-        except ConnectionLost:
-            if self._ended(claim):
-                rows = [{"now": self.now()}]
-            else:
-                rows = self._commit_once(params, ruling, due=due)
+        params = self._commit_params(claim, ruling, end.phase, end.output_bytes)
+        return _Commit(claim, ruling, state.status in CLAIMABLE, params)
+
+    def _committed(self, commit: _Commit, rows: list[dict[str, Any]]) -> DueStep | bool:
+        claim, state = commit.claim, commit.ruling.state
         if not rows:
             return False
-        if not due:
+        if not commit.due:
             return True
         deadline_at = claim.deadline_at
         return DueStep(
@@ -351,26 +435,34 @@ class Ledger:
             claim.traceparent,
         )
 
-    def _commit_once(
-        self, params: dict[str, Any], ruling: Ruling, *, due: bool
-    ) -> list[dict[str, Any]]:
+    def _commit_once(self, commit: _Commit) -> list[dict[str, Any]]:
         if self._postgres:
-            sql = statements.commit_in_one(
-                due=due,
-                traces=bool(ruling.events),
-                observes=ruling.observation is not None,
-                outputs=len(ruling.outputs),
-            )
-            return self.database.run(sql, params)
+            return self.database.run(_commit_sql(commit), commit.params)
         with self.database.transaction() as tx:
-            params = self._timed(params)
-            rows = tx.run(statements.commit_run(False, due=due), params)
-            if rows:
-                run_id, writer = params["id"], params["claim_id"]
-                if ruling.events:
-                    tx.run(statements.INSERT_TRACE, params | {"run_id": run_id, "writer": writer})
-                self._facts(tx, run_id, ruling, ruling.state.state_version)
-            return rows
+            return self._commit_in(tx, commit)
+
+    def _commit_again(self, commit: _Commit) -> list[dict[str, Any]]:
+        """Commit after the connection broke: the answer may be all that was lost."""
+        if self._ended(commit.claim):
+            return [{"now": self.now()}]
+        return self._commit_once(commit)
+
+    def _commit_together(self, commits: Sequence[_Commit]) -> list[list[dict[str, Any]]]:
+        if self._postgres:
+            return self._together([(_commit_sql(commit), commit.params) for commit in commits])
+        with self.database.transaction() as tx:
+            return [self._commit_in(tx, commit) for commit in commits]
+
+    def _commit_in(self, tx: Session, commit: _Commit) -> list[dict[str, Any]]:
+        """SQLite: a commit's statements, in the open transaction."""
+        params, ruling = self._timed(commit.params), commit.ruling
+        rows = tx.run(statements.commit_run(False, due=commit.due), params)
+        if rows:
+            run_id, writer = params["id"], params["claim_id"]
+            if ruling.events:
+                tx.run(statements.INSERT_TRACE, params | {"run_id": run_id, "writer": writer})
+            self._facts(tx, run_id, ruling, ruling.state.state_version)
+        return rows
 
     def _commit_params(
         self, claim: Claim, ruling: Ruling, phase: Phase, output_bytes: int
@@ -400,16 +492,18 @@ class Ledger:
             params |= {f"name_{number}": name, f"value_{number}": dumps(value)}
         return params
 
-    def _commit_by_rule(
-        self, claim: Claim, ruling: Ruling, phase: Phase, output_bytes: int
-    ) -> DueStep | bool:
+    def _commit_by_rule(self, end: StepEnd) -> DueStep | bool:
+        claim = end.claim
+
         def decide(locked: Locked) -> Ruling | None:
             mine = locked.claim_id == claim.claim_id and locked.epoch == claim.epoch
             if not mine or locked.lease_until is None or locked.cancel_requested:
                 return None
-            return ruling
+            return end.ruling
 
-        done = self.rule(claim.run_id, decide, phase=lambda _: phase, output_bytes=output_bytes)
+        done = self.rule(
+            claim.run_id, decide, phase=lambda _: end.phase, output_bytes=end.output_bytes
+        )
         if done.ruling is None:
             return False
         return done.due or True
@@ -1097,6 +1191,15 @@ class Ruled:
     locked: Locked
     ruling: Ruling | None
     due: DueStep | None
+
+
+def _commit_sql(commit: _Commit) -> str:
+    return statements.commit_in_one(
+        due=commit.due,
+        traces=bool(commit.ruling.events),
+        observes=commit.ruling.observation is not None,
+        outputs=len(commit.ruling.outputs),
+    )
 
 
 def _untraced(traced: RunStatus, status: RunStatus, step: int) -> tuple[TraceEvent, ...]:

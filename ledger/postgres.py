@@ -8,8 +8,9 @@ directly. Parameters are text, whole numbers and NULL; so is what comes back, an
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from select import POLLIN, POLLOUT, poll
 from typing import Any, Final
 
 import psycopg
@@ -61,15 +62,56 @@ class Connection:
         """
         statement = self._prepared.get(sql) or self._prepare(sql)
         values: Any = [_written(params[name]) for name in statement.parameters]
-        result = self._done(self._libpq.exec_prepared(statement.name, values))
-        cell = result.get_value
-        return [
-            {
-                name: None if (value := cell(row, number)) is None else read(value)
-                for number, name, read in statement.columns
-            }
-            for row in range(result.ntuples)
+        return _rows(statement, self._done(self._libpq.exec_prepared(statement.name, values)))
+
+    def run_together(
+        self, calls: Sequence[tuple[str, Mapping[str, Any]]]
+    ) -> list[list[dict[str, Any]]]:
+        """Run statements as one transaction in one trip, and return the rows of each.
+
+        Raises the `psycopg.Error` of the first that failed; then none has happened.
+        """
+        libpq = self._libpq
+        prepared = [self._prepared.get(sql) or self._prepare(sql) for sql, _ in calls]
+        values: list[Any] = [
+            [_written(params[name]) for name in statement.parameters]
+            for statement, (_, params) in zip(prepared, calls, strict=True)
         ]
+        results = []
+        try:
+            libpq.enter_pipeline_mode()
+            for statement, sent in zip(prepared, values, strict=True):
+                libpq.send_query_prepared(statement.name, sent)
+            libpq.pipeline_sync()  # commits what came before it, if all of it went well
+            while libpq.flush():
+                self._wait(POLLIN | POLLOUT)
+                libpq.consume_input()  # or a server that waits for us to read would not read on
+            for _ in prepared:
+                results.append(self._answer())
+                self._answer()  # None: there is no more of this one
+            end = self._answer()
+            if end.status != ExecStatus.PIPELINE_SYNC:  # it could not be committed
+                raise error_from_result(end)
+            libpq.exit_pipeline_mode()
+        except BaseException:
+            self.close()  # nobody knows where in the pipeline it is
+            raise
+        return [
+            _rows(statement, self._done(result))
+            for statement, result in zip(prepared, results, strict=True)
+        ]
+
+    def _answer(self) -> Any:
+        """Wait for the next answer; other threads go on meanwhile."""
+        while self._libpq.is_busy():
+            self._wait(POLLIN)
+            self._libpq.consume_input()
+        return self._libpq.get_result()
+
+    def _wait(self, event: int) -> None:
+        waiting = poll()
+        waiting.register(self._libpq.socket, event)
+        waiting.poll()
 
     def rollback(self) -> None:
         """Roll back the open transaction, if there is one."""
@@ -107,6 +149,17 @@ class Connection:
         if error.sqlstate is None or error.sqlstate.startswith(_GOING):
             self.close()  # libpq's own word has no SQLSTATE; it may believe it open until next used
         raise error
+
+
+def _rows(statement: _Statement, result: Any) -> list[dict[str, Any]]:
+    cell = result.get_value
+    return [
+        {
+            name: None if (value := cell(row, number)) is None else read(value)
+            for number, name, read in statement.columns
+        }
+        for row in range(result.ntuples)
+    ]
 
 
 def _written(value: object) -> bytes | None:

@@ -296,10 +296,14 @@ RENEW_POSTGRES = f"""
     UPDATE handrail_run AS r SET
         lease_until = GREATEST(r.lease_until, LEAST(c.now + :lease_ms, v.until)),
         wake_at = GREATEST(r.lease_until, LEAST(c.now + :lease_ms, v.until))
-    FROM (SELECT unnest(:ids::text[]) AS id, unnest(:claims::text[]) AS claim_id,
-            unnest(:untils::bigint[]) AS until) AS v,
+    FROM (SELECT h.id, asked.until
+            FROM unnest(:ids::text[], :claims::text[], :untils::bigint[])
+                AS asked(id, claim_id, until)
+            JOIN handrail_run AS h ON h.id = asked.id AND h.claim_id = asked.claim_id
+            WHERE h.lease_until IS NOT NULL
+            ORDER BY h.id COLLATE "C" FOR UPDATE OF h) AS v,  -- in the order of `Ledger.claim_each`
         (SELECT {PG_NOW} AS now) AS c
-    WHERE r.id = v.id AND r.claim_id = v.claim_id AND r.lease_until IS NOT NULL
+    WHERE r.id = v.id
     RETURNING r.claim_id, r.cancel_requested_at"""
 RENEW_SQLITE = """
     UPDATE handrail_run AS r SET

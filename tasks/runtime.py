@@ -25,8 +25,9 @@ from handrail.agent.workflow import Workflow
 from handrail.broker.message import StepMessage
 from handrail.gateway.model import ModelGateway
 from handrail.ledger.database import ConnectionLost
-from handrail.ledger.ledger import Claim, DueStep, Ledger
+from handrail.ledger.ledger import Claim, DueStep, Ledger, StepEnd
 from handrail.ledger.lock import IntentLock
+from handrail.tasks.together import Together
 
 log = logging.getLogger("handrail.tasks")
 RENEW_EVERY_S: Final = 1.0
@@ -58,6 +59,10 @@ class Handle:
             self.loop.call_soon_threadsafe(seen)
 
 
+class Draining(Exception):
+    """This process claims nothing more: the step is another worker's."""
+
+
 Publish = Callable[[Sequence[StepMessage]], object]
 
 
@@ -81,10 +86,16 @@ class Runtime:
     at_work: dict[str, Handle] = field(default_factory=dict)  # by claim id
     counts: Counter[str] = field(default_factory=Counter)
     draining: bool = False
+    claims: Together[StepMessage, Claim | None] = field(init=False)
+    ends: Together[StepEnd, bool] = field(init=False)  # False: nothing was written
     _renewal: threading.Thread | None = None
     _stop: bool = False
     _hurry: threading.Event = field(default_factory=threading.Event)
     _guard: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.claims = Together(self._claim)
+        self.ends = Together(self._end)
 
     def workflow(self, name: str, version: str) -> Workflow:
         """Return the pinned version of a workflow."""
@@ -93,21 +104,50 @@ class Runtime:
             raise InvalidDefinition(f"workflow {name!r}", f"version {version!r} is not known here")
         return found
 
-    def send(self, due: DueStep | None) -> None:
-        """Publish a step that is due. A failure is normal: the row is the outbox, the sweep
+    def send(self, *due: DueStep | None) -> None:
+        """Publish steps that are due. A failure is normal: the row is the outbox, the sweep
         repeats it.
         """
-        if due is None:
+        messages = [message_of(step) for step in due if step is not None]
+        if not messages:
             return
         try:
-            self.publish([message_of(due)])
+            self.publish(messages)
         except HandrailError as error:
-            self.counts["publish-failed"] += 1
-            log.warning(
-                "a step of run %s was not published (%s); the sweep repeats it",
-                due.run_id,
-                error.code,
-            )
+            self.counts["publish-failed"] += len(messages)
+            for message in messages:
+                log.warning(
+                    "a step of run %s was not published (%s); the sweep repeats it",
+                    message.run_id,
+                    error.code,
+                )
+
+    # ---- what steps ask together -----------------------------------------------------------------
+
+    def _claim(self, messages: Sequence[StepMessage]) -> list[Claim | None]:
+        if self.draining:
+            raise Draining
+        known = self.workflows.keys()
+        if len(messages) == 1:
+            hint = messages[0]
+            return [self.ledger.claim(hint.run_id, hint.epoch, holder=self.holder, known=known)]
+        due = [(hint.run_id, hint.epoch) for hint in messages]
+        return self.ledger.claim_each(due, holder=self.holder, known=known)
+
+    def _end(self, ends: Sequence[StepEnd]) -> list[bool | BaseException]:
+        """Commit, and publish what is due at once: whoever asked may have been told to stop."""
+        done: Sequence[DueStep | bool | BaseException]
+        if len(ends) == 1:
+            [end] = ends
+            done = [
+                self.ledger.commit(
+                    end.claim, end.ruling, phase=end.phase, output_bytes=end.output_bytes
+                )
+            ]
+        else:
+            done = self.ledger.commit_each(ends)
+        self.send(*(step for step in done if isinstance(step, DueStep)))
+        return [step if isinstance(step, BaseException) else step is not False for step in done]
 
     # ---- who is at work --------------------------------------------------------------------------
 

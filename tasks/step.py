@@ -56,10 +56,10 @@ from handrail.broker.message import StepMessage
 from handrail.gateway.model import Folded, ModelRequest, OutputOverflow, fold, may_pass
 from handrail.ledger.database import ConnectionLost
 from handrail.ledger.errors import DatabaseUnavailable
-from handrail.ledger.ledger import Claim, Plan, Ruled
+from handrail.ledger.ledger import Claim, Plan, Ruled, StepEnd
 from handrail.ledger.lock import Refusal
 from handrail.tasks.calls import Called, ToolCall, call
-from handrail.tasks.runtime import Handle, Runtime
+from handrail.tasks.runtime import Draining, Handle, Runtime
 
 log = logging.getLogger("handrail.tasks")
 #: How long a run waits before it tries again for a lock that was taken or unreachable.
@@ -77,15 +77,13 @@ async def run_step(runtime: Runtime, message: StepMessage) -> None:
     The message grants nothing: the claim reads and charges the row. A database that is away loses
     nothing: the step stays due, or its lease runs out, and the sweep publishes it again.
     """
-    if runtime.draining:
+    started = runtime.clock()
+    try:
+        claim = await runtime.claims.ask(message, alone=not runtime.at_work)
+    except Draining:
         runtime.counts["returned"] += 1
         runtime.publish([message])
         return
-    started = runtime.clock()
-    try:
-        claim = runtime.ledger.claim(
-            message.run_id, message.epoch, holder=runtime.holder, known=runtime.workflows.keys()
-        )
     except (ConnectionLost, DatabaseUnavailable) as error:
         runtime.counts["claim-failed"] += 1
         log.warning("run %s was not claimed (%s); the sweep repeats it", message.run_id, error)
@@ -180,7 +178,7 @@ class _Step:
         if refusal is None and not state.budget.concurrency:
             refusal = Reason.CONCURRENCY_BUDGET_EXHAUSTED  # not even this step may be at work
         if refusal is not None:
-            self._refused(state, refusal)
+            await self._refused(state, refusal)
             return
         told = self._guarded(state, lambda: self._first(state))
         asked = acted = False
@@ -194,7 +192,7 @@ class _Step:
                     asked = True
                     if attempt:
                         await asyncio.wait({self.handle.wish}, timeout=command.after_ms / 1000)
-                        state = self._pay(told, model_calls=1)
+                        state = await self._pay(told, model_calls=1)
                     event = await self._ask(state, command)
                 case InvokeTool() if not acted and self._writes(command):
                     await self._write(told, command)
@@ -205,14 +203,14 @@ class _Step:
                 case Verify(cost_microusd=price) if not acted:
                     acted = True
                     if price:
-                        state = self._pay(told, cost_microusd=price)
+                        state = await self._pay(told, cost_microusd=price)
                     event = await self._verify(state, command)
                 case _:
-                    self._commit(told)
+                    await self._commit(told)
                     return
             told = self._tell(state, event)
 
-    def _pay(self, told: _Told, *, model_calls: int = 0, cost_microusd: int = 0) -> RunState:
+    async def _pay(self, told: _Told, *, model_calls: int = 0, cost_microusd: int = 0) -> RunState:
         """Charge one more call of this step, durably, before it is made.
 
         Where a budget or the deadline refuses it, or a cancel was wished, that stop is committed
@@ -231,7 +229,7 @@ class _Step:
         elif isinstance(left, Reason):
             turn = machine.stop(state, left, self.view(state))
             self.events += turn.events
-            self._commit(replace(here, turn=turn))
+            await self._commit(replace(here, turn=turn))
         elif self.ledger.charge_more(self.claim, model_calls, cost_microusd):
             return replace(state, left=left)
         else:
@@ -649,30 +647,23 @@ class _Step:
 
     # ---- update ----------------------------------------------------------------------------------
 
-    def _refused(self, state: RunState, reason: Reason) -> None:
+    async def _refused(self, state: RunState, reason: Reason) -> None:
         """The claim's charge was refused: commit that stop and start nothing."""
         if self.claim.effect_id is None:
             turn = machine.stop(state, reason, self.view(state))
             self.events += turn.events
-            self._commit(_Told(state, None, turn))
+            await self._commit(_Told(state, None, turn))
             return
         # An effect that was released for sending again is still unknown: no stop may end the run
         # over it.
         self._rule_mine(lambda locked: protocol.spent(locked, reason))
 
-    def _commit(self, told: _Told) -> None:
+    async def _commit(self, told: _Told) -> None:
         state = told.turn.state
         turn = Turn(state, told.turn.command, tuple(self.events), self.observation, self.outputs)
-        done = self.ledger.commit(
-            self.claim,
-            protocol.settle_turn(turn),
-            phase=self._phase(state),
-            output_bytes=self.output_bytes,
-        )
-        if done is False:
+        end = StepEnd(self.claim, protocol.settle_turn(turn), self._phase(state), self.output_bytes)
+        if not await self.runtime.ends.ask(end, alone=len(self.runtime.at_work) == 1):
             self._cancelled_or_lost(told)
-        elif done is not True:
-            self.runtime.send(done)
 
     def _phase(self, state: RunState) -> Phase:
         if state.status not in CLAIMABLE:
