@@ -6,6 +6,11 @@
 #   make acceptance   every acceptance criterion, the tests that carry it, and whether they pass
 #   make bench        the benchmark: minutes, and a machine that does nothing else
 #   make bench-short  the same in a minute, to see that it runs; its figures mean nothing
+#   make chaos        real workers, broker, database and provider under faults: MINUTES=5, SEED=7,
+#                     DATABASE=sqlite; exits 1 if a promise was broken
+#   make crash        a process is killed at every durable write and call; DATABASES="sqlite postgres",
+#                     SCENARIOS and KINDS choose; PAIRS=yes: the one that recovers is killed, too;
+#                     LINES=yes: at every line of a step and the sweep; EVERY=9: at every ninth place
 #   make lint         style, types and the layers
 #   make format       let ruff rewrite what it can
 #   make ci           all that must hold before a change is accepted
@@ -14,13 +19,17 @@
 
 PYTHON ?= python3
 PYTEST_ARGS ?= -n 2
+MINUTES ?= 5
+DATABASE ?= postgresql
+
+CRASH_PLANS := $(if $(PAIRS)$(LINES),$(if $(PAIRS),pairs) $(if $(LINES),lines),singles cuts)
 
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DELETE_ON_ERROR:
-.PHONY: demo test acceptance bench bench-short lint format ci clean
+.PHONY: demo test acceptance bench bench-short chaos crash lint format ci clean
 
 demo: $(READY)
 	$(BIN)/handrail demo
@@ -36,6 +45,14 @@ bench: $(READY)
 
 bench-short: $(READY)
 	$(BIN)/python -m benchmarks.run --short $(BENCH_ARGS)
+
+chaos: $(READY)
+	$(BIN)/python -m tests.chaos --minutes $(MINUTES) --database $(DATABASE) $(if $(SEED),--seed $(SEED)) $(CHAOS_ARGS)
+
+crash: $(READY)
+	$(BIN)/python -m tests.crash --plans "$(CRASH_PLANS)" $(if $(DATABASES),--databases "$(DATABASES)") \
+	    $(if $(SCENARIOS),--scenarios "$(SCENARIOS)") $(if $(KINDS),--kinds "$(KINDS)") \
+	    $(if $(EVERY),--every $(EVERY)) $(CRASH_ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check

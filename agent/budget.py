@@ -143,8 +143,10 @@ class CallLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetLeft:
-    """What is left of a budget. `tool_calls_reserved` is 0 or 1: paid by the claim, not yet
-    used.
+    """What is left of a budget.
+
+    `tool_calls_reserved` is 0 or 1: paid by the claim, not yet used. `compensations_reserved` is
+    what is kept, while a write is in flight, for the call that may have to undo it.
     """
 
     steps: int
@@ -154,6 +156,7 @@ class BudgetLeft:
     cost_microusd: int
     output_bytes: int
     tool_calls_reserved: int = 0
+    compensations_reserved: int = 0
     per_tool: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
@@ -174,18 +177,56 @@ class BudgetLeft:
         """How many tool calls may still be started, the reserved one included."""
         return self.tool_calls + self.tool_calls_reserved
 
-    def may_call(self, tool: str) -> bool:
-        """Whether a call of this tool is left, in all and of its own limit."""
-        return self.tool_calls_available > 0 and self.per_tool.get(tool, 1) > 0
+    @property
+    def tool_calls_unused(self) -> int:
+        """How many tool calls were not used so far, whatever they are kept for."""
+        return self.tool_calls_available + self.compensations_reserved
+
+    def may_call(self, tool: str, calls: int = 1) -> bool:
+        """Whether a call of this tool is left, of its own limit, and `calls` in all."""
+        return self.tool_calls_available >= calls and self.per_tool.get(tool, 1) > 0
 
     def tool_call_used(self, tool: str) -> BudgetLeft:
         """Charge one tool call: the reserved one if there is one."""
-        per_tool = self.per_tool
-        if tool in per_tool:
-            per_tool = {**per_tool, tool: per_tool[tool] - 1}
+        return self._counted(tool).call_used()
+
+    def call_used(self) -> BudgetLeft:
+        """Charge one call that counts against no tool's own limit."""
         if self.tool_calls_reserved:
-            return replace(self, tool_calls_reserved=0, per_tool=per_tool)
-        return replace(self, tool_calls=self.tool_calls - 1, per_tool=per_tool)
+            return replace(self, tool_calls_reserved=0)
+        return replace(self, tool_calls=self.tool_calls - 1)
+
+    def with_compensation(self, calls: int) -> BudgetLeft:
+        """Keep calls for undoing what is about to be written."""
+        return replace(self, tool_calls=self.tool_calls - calls, compensations_reserved=calls)
+
+    def without_compensation(self) -> BudgetLeft:
+        """Give back what was kept: there is nothing to undo."""
+        if not self.compensations_reserved:
+            return self
+        calls = self.tool_calls + self.compensations_reserved
+        return replace(self, tool_calls=calls, compensations_reserved=0)
+
+    def may_compensate(self, tool: str, calls: int = 1) -> bool:
+        """Whether a call of this undoing tool is left, of its own limit, and `calls` in all, those
+        that are kept included.
+        """
+        unused = self.tool_calls + self.compensations_reserved
+        return unused >= calls and self.per_tool.get(tool, 1) > 0
+
+    def compensation_used(self, tool: str, calls: int = 1) -> BudgetLeft:
+        """Charge one undoing call, `calls` in all: what was kept first, then what is left."""
+        kept = min(calls, self.compensations_reserved)
+        return replace(
+            self._counted(tool),
+            tool_calls=self.tool_calls - (calls - kept),
+            compensations_reserved=self.compensations_reserved - kept,
+        )
+
+    def _counted(self, tool: str) -> BudgetLeft:
+        if tool not in self.per_tool:
+            return self
+        return replace(self, per_tool={**self.per_tool, tool: self.per_tool[tool] - 1})
 
     def settled(self) -> BudgetLeft:
         """Give back the tool call that was reserved and not started."""
@@ -258,22 +299,31 @@ def charge(
 
 
 def charge_more(
-    left: BudgetLeft, *, remaining_ms: int, model_calls: int = 0, cost_microusd: int = 0
+    left: BudgetLeft,
+    *,
+    remaining_ms: int,
+    model_calls: int = 0,
+    tool_calls: int = 0,
+    cost_microusd: int = 0,
 ) -> BudgetLeft | Reason:
     """Pay for one more call under a claim that is held, or name what refuses it.
 
-    A retry of a model call costs a model call and no step; a verification that has a price costs
-    that price and neither.
+    A retry of a model call costs a model call and no step, one of a read a tool call, which is
+    reserved for it as a claim's is; a verification that has a price costs that price alone.
     """
     if remaining_ms <= 0:
         return Reason.DEADLINE_EXHAUSTED
     if left.model_calls < model_calls:
         return Reason.MODEL_CALL_BUDGET_EXHAUSTED
+    if left.tool_calls < tool_calls:
+        return Reason.TOOL_CALL_BUDGET_EXHAUSTED
     if left.cost_microusd < cost_microusd:
         return Reason.COST_BUDGET_EXHAUSTED
     return replace(
         left,
         model_calls=left.model_calls - model_calls,
+        tool_calls=left.tool_calls - tool_calls,
+        tool_calls_reserved=left.tool_calls_reserved + tool_calls,
         cost_microusd=left.cost_microusd - cost_microusd,
     )
 
@@ -312,11 +362,12 @@ def worst_case_ms(
     pause_ms: int = 0,
     tool_calls: int = 0,
     tool_ms: int = 0,
+    retries_ms: int = 0,
 ) -> int:
-    """Return the longest time that the calls and pauses can take one after the other, in
+    """Return the longest time that the calls, pauses and retries can take one after the other, in
     milliseconds.
     """
-    return model_calls * model_ms + pauses * pause_ms + tool_calls * tool_ms
+    return model_calls * model_ms + pauses * pause_ms + tool_calls * tool_ms + retries_ms
 
 
 def must_answer_within(name: str, *, worst_ms: int, required_ms: int) -> None:

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from handrail.agent.canonical import Json
+from handrail.agent.capability import Capability
 from handrail.agent.stage import (
     Answered,
     Approved,
@@ -21,9 +22,12 @@ from handrail.agent.stage import (
 
 
 def command_to_json(command: Command) -> dict[str, Json]:
-    """Return a command that a run can rest on as a JSON object; others raise `TypeError`."""
+    """Return a command that a run can rest on as a JSON object; others raise `TypeError`.
+
+    Whoever takes the run up begins anew: attempts are not kept.
+    """
     match command:
-        case AskModel(model, tools):  # whoever takes the run up asks anew: a retry is not kept
+        case AskModel(model, tools):
             return {"do": "ask", "model": model, "tools": list(tools)}
         case InvokeTool():
             return {
@@ -33,7 +37,7 @@ def command_to_json(command: Command) -> dict[str, Json]:
                 "arguments": dict(command.arguments),
                 "arguments_hash": command.arguments_hash,
                 "state_version": command.state_version,
-                "capability": command.capability,
+                "capability": command.capability.to_json(),
                 "timeout_ms": command.timeout_ms,
                 "deadline_at": command.deadline_at,
                 "intent_key": command.intent_key,
@@ -65,7 +69,11 @@ def command_from_json(value: Any) -> Command:
         case "ask":
             return AskModel(fields["model"], tuple(fields["tools"]))
         case "invoke":
-            return InvokeTool(**fields | {"arguments": MappingProxyType(fields["arguments"])})
+            bound = {
+                "arguments": MappingProxyType(fields["arguments"]),
+                "capability": Capability(**fields["capability"]),
+            }
+            return InvokeTool(**fields | bound)
         case "verify":
             return Verify(**fields)
         case "park":

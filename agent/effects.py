@@ -49,6 +49,18 @@ EFFECT_MOVES: Final[Mapping[EffectStatus, frozenset[EffectStatus]]] = MappingPro
         _E.CONTRADICTED: frozenset(_E) - {_E.CONTRADICTED},
     }
 )
+
+
+def may_become(before: EffectStatus, after: EffectStatus) -> bool:
+    """Whether one transaction may move an effect so.
+
+    It may pass through `applied` on the way: proved, and at once to be undone.
+    """
+    if after is before or after in EFFECT_MOVES[before]:
+        return True
+    return after is _E.COMPENSATING and _E.APPLIED in EFFECT_MOVES[before]
+
+
 #: Neither proved nor never sent: such an effect blocks every other write of its run.
 UNRESOLVED: Final = frozenset({_E.DISPATCHED, _E.UNKNOWN})
 QUERIES_PER_DISPATCH: Final = 8
@@ -84,6 +96,8 @@ class Terms:
     settle_after_ms: int
     pending_for_ms: int
     stores_failures: bool
+    confirmed_by_query: bool = False
+    takeover: str | None = None
 
     @classmethod
     def of(cls, contract: ToolContract) -> Terms:
@@ -96,11 +110,28 @@ class Terms:
             settle_after_ms=contract.settle_after_ms,
             pending_for_ms=contract.pending_for_ms,
             stores_failures=contract.stores_failures,
+            confirmed_by_query=contract.confirmed_by_query,
+            takeover=contract.takeover,
         )
 
     def to_json(self) -> dict[str, Any]:
         """Return the terms as a JSON object."""
         return {name: getattr(self, name) for name in self.__slots__}
+
+
+@dataclass(frozen=True, slots=True)
+class CompensationRecord:
+    """What was recorded about undoing a write, before it was sent: the tool that undoes it, how
+    many calls that takes, and the state that was there before, where the declaration reads one.
+    """
+
+    tool: str
+    calls: int = 1
+    original: Json = None
+
+    def to_json(self) -> dict[str, Json]:
+        """Return the record as a JSON object."""
+        return {"tool": self.tool, "calls": self.calls, "original": self.original}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +164,8 @@ class Effect:
     result: Json = None
     evidence: str | None = None
     approval_id: str | None = None
+    compensation: CompensationRecord | None = None
+    compensates: str | None = None  # the effect that this one undoes
 
     def settles_at(self, max_stall_ms: int) -> int:
         """The moment after which a query that is sent may prove absence."""

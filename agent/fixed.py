@@ -10,30 +10,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 from handrail.agent import trace
 from handrail.agent.budget import MAX_MS
 from handrail.agent.canonical import Json, normal
 from handrail.agent.commands import command_from_json, command_to_json
 from handrail.agent.errors import HandrailError, InvalidDefinition
-from handrail.agent.loop import judge, judge_verdict, permission, plain
+from handrail.agent.loop import (
+    after_failed_check,
+    after_failed_read,
+    judge,
+    judge_verdict,
+    permission,
+    plain,
+)
+from handrail.agent.retry import Retry, must_be_retry
 from handrail.agent.stage import (
     Action,
     Approved,
     Command,
+    End,
     Event,
     Finish,
     Frame,
     InvokeTool,
+    Leaf,
     Move,
     Park,
     ParkKind,
     Refused,
     Resolved,
     Result,
-    Stage,
     Stop,
     Succeeded,
     Verdict,
@@ -52,8 +60,6 @@ from handrail.agent.tools import (
     must_be_tool,
 )
 from handrail.agent.trace import TraceEvent
-
-_NO_CHILDREN: Final[Mapping[str, Stage]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +103,11 @@ Judgement: TypeAlias = Proceed | Done | HandOff | Deny
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class Read(Leaf):
     """Call a read tool with arguments made by the program; the result is the stage's output.
 
-    It pays one tool call. A failure stops the run as `tool-failed`.
+    It pays one tool call for each attempt: a tool with a retry policy is called again where it
+    failed for a reason that may pass. After that a failure stops the run as `tool-failed`.
     """
 
     name: str
@@ -114,11 +121,6 @@ class Read:
             raise InvalidDefinition(
                 f"stage {self.name!r}", f"{self.tool.name!r} writes: use Confirm and Commit"
             )
-
-    @property
-    def children(self) -> Mapping[str, Stage]:
-        """No stages below."""
-        return _NO_CHILDREN
 
     @property
     def tools(self) -> tuple[Tool, ...]:
@@ -135,7 +137,7 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class Check(Leaf):
     """Judge what is known, in plain code: `judge(run)` answers Proceed, Done, HandOff or Deny."""
 
     name: str
@@ -143,16 +145,6 @@ class Check:
 
     def __post_init__(self) -> None:
         must_be_functions(f"stage {self.name!r}", judge=self.judge)
-
-    @property
-    def children(self) -> Mapping[str, Stage]:
-        """No stages below."""
-        return _NO_CHILDREN
-
-    @property
-    def tools(self) -> tuple[Tool, ...]:
-        """A check calls no tool."""
-        return ()
 
     def start(self, view: View) -> Move:
         """Judge at once."""
@@ -176,7 +168,7 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
-class Confirm:
+class Confirm(Leaf):
     """Park the exact action until a person confirms it; no worker is held meanwhile."""
 
     name: str
@@ -188,16 +180,6 @@ class Confirm:
         must_be_functions(title, action=self.action)
         if type(self.expires_ms) is not int or not 1 <= self.expires_ms <= MAX_MS:
             raise InvalidDefinition(title, "expires_ms must be a whole number of at least 1")
-
-    @property
-    def children(self) -> Mapping[str, Stage]:
-        """No stages below."""
-        return _NO_CHILDREN
-
-    @property
-    def tools(self) -> tuple[Tool, ...]:
-        """A confirmation calls no tool."""
-        return ()
 
     def start(self, view: View) -> Move:
         """Show the person the command that will be executed, and nothing less."""
@@ -217,7 +199,7 @@ class Confirm:
 
 
 @dataclass(frozen=True, slots=True)
-class Commit:
+class Commit(Leaf):
     """Perform one write that the program has decided on; its receipt is the stage's output.
 
     `attempts` bounds how often it is sent while the service says "nothing happened, try again".
@@ -239,11 +221,6 @@ class Commit:
             raise InvalidDefinition(f"stage {self.name!r}", "attempts must be at least 1")
 
     @property
-    def children(self) -> Mapping[str, Stage]:
-        """No stages below."""
-        return _NO_CHILDREN
-
-    @property
     def tools(self) -> tuple[Tool, ...]:
         """The tool that this stage calls."""
         return (self.tool,)
@@ -261,34 +238,28 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
-class Verify:
+class Verify(Leaf):
     """Look at the outside world independently; only a check that holds lets the run go on.
 
     `check(claim, call)` may do I/O; `claim(run)` is what it is asked about (default: all outputs);
-    `cost_microusd` is its price, paid from the cost budget before it.
+    `cost_microusd` is its price, paid from the cost budget before each attempt. `retry` makes a
+    check again that timed out, lost its connection or raised `ToolRefused(..., retryable=True)`;
+    one that found that it does not hold is not asked twice.
     """
 
     name: str
     check: Callable[..., Any]
     claim: Callable[[RunFacts], Json] | None = None
     cost_microusd: int = 0
+    retry: Retry | None = None
 
     def __post_init__(self) -> None:
         must_be_functions(f"stage {self.name!r}", check=self.check, claim=self.claim)
+        must_be_retry(f"stage {self.name!r}", self.retry)
         if type(self.cost_microusd) is not int or self.cost_microusd < 0:
             raise InvalidDefinition(
                 f"stage {self.name!r}", "cost_microusd must be a whole number of at least 0"
             )
-
-    @property
-    def children(self) -> Mapping[str, Stage]:
-        """No stages below."""
-        return _NO_CHILDREN
-
-    @property
-    def tools(self) -> tuple[Tool, ...]:
-        """A verification calls no tool of the contract."""
-        return ()
 
     @property
     def verify(self) -> Callable[..., Any]:
@@ -297,15 +268,21 @@ class Verify:
 
     def start(self, view: View) -> Move:
         """Ask for the check."""
+        return Move({}, self._asked(view))
+
+    def _asked(self, view: View) -> VerifyCommand:
         claim = self.claim(view.run) if self.claim else dict(view.outputs)
-        return Move({}, VerifyCommand(normal(claim), view.limits.tool_ms, self.cost_microusd))
+        return VerifyCommand(normal(claim), view.limits.tool_ms, self.cost_microusd)
 
     def on(self, frame: Frame, event: Event, view: View) -> Move:
         """Go on if it holds."""
         assert isinstance(event, Verdict)
-        judged = judge_verdict(event, view)
-        if judged.stop is not None:
-            return Move(frame, judged.stop, judged.events)
+        following = None
+        if event.end is not End.RETURNED:
+            following = after_failed_check(self.retry, self._asked(view), event, view)
+        judged = judge_verdict(event, view, following)
+        if judged.following is not None:
+            return Move(frame, judged.following, judged.events)
         if not event.ok:
             stop = Stop(Reason.VERIFICATION_FAILED, {"evidence": event.evidence})
             return Move(frame, stop, judged.events)
@@ -327,7 +304,7 @@ def _call(stage: str, action: Action, view: View, *, approval: bool = False) -> 
     permit = permission(contract, checked, view)
     if permit is Permit.DENY:
         return _refused(view, Reason.PERMISSION_DENIED, stage, contract, "not permitted")
-    if not view.budget.may_call(contract.name):  # before a person is asked, too
+    if not view.budget.may_call(contract.name, action.tool.calls):  # before a person is asked, too
         reason = Reason.TOOL_CALL_BUDGET_EXHAUSTED
         return _refused(view, reason, stage, contract, "no call left")
     approval = approval or permit is Permit.WITH_APPROVAL
@@ -342,9 +319,10 @@ def _after_call(
     assert isinstance(waiting, InvokeTool)
     match event:
         case Result():
-            judged = judge(contract, waiting.arguments, event, view)
-            if judged.stop is not None:
-                return Move(frame, judged.stop, judged.events)
+            following = after_failed_read(contract, waiting, event, view)
+            judged = judge(contract, waiting.arguments, event, view, following)
+            if judged.following is not None:
+                return Move(frame, judged.following, judged.events)
             if isinstance(event.reply, Succeeded):
                 return Move(frame, Finish(event.reply.value), judged.events)
             assert isinstance(event.reply, Refused)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import Any, Final
+from typing import Any
 
 from handrail.agent import trace
 from handrail.agent.budget import CODE_OF, charge_more
@@ -25,7 +24,7 @@ from handrail.agent.proposal import (
     ToolProposal,
     parse_proposal,
 )
-from handrail.agent.retry import ModelRetry
+from handrail.agent.retry import Retry, must_be_retry
 from handrail.agent.stage import (
     OBSERVATION_WINDOW,
     Answered,
@@ -37,6 +36,7 @@ from handrail.agent.stage import (
     Finish,
     Frame,
     InvokeTool,
+    Leaf,
     Move,
     Observation,
     Park,
@@ -45,7 +45,6 @@ from handrail.agent.stage import (
     Refused,
     Resolved,
     Result,
-    Stage,
     Stop,
     Succeeded,
     Verdict,
@@ -86,7 +85,7 @@ class NoProgress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AgentLoop:
+class AgentLoop(Leaf):
     """A region in which a model chooses among `actions`, one at a time, until a check holds.
 
     `verify(claim, call)` is the independent check of a claim of completion: the model has no access
@@ -103,7 +102,7 @@ class AgentLoop:
     allowed: Callable[[View], Collection[str]] | None = None
     corrections: int = 0
     no_progress: NoProgress | None = NoProgress()
-    retry: ModelRetry | None = None
+    retry: Retry | None = None
     verify_cost_microusd: int = 0
 
     def __post_init__(self) -> None:
@@ -117,6 +116,7 @@ class AgentLoop:
             must_be_tool(title, action)
         if not callable(self.verify):
             raise InvalidDefinition(title, "a completion needs a check: verify(claim, call)")
+        must_be_retry(title, self.retry)
         if len({tool.name for tool in self.actions}) != len(self.actions):
             raise InvalidDefinition(title, "two actions have the same name")
         for tool in self.actions:
@@ -132,13 +132,8 @@ class AgentLoop:
                 raise InvalidDefinition(title, f"{unit} must be a whole number of at least 0")
 
     @property
-    def children(self) -> Mapping[str, Stage]:
-        """A loop has no stages below it."""
-        return _NO_CHILDREN
-
-    @property
     def tools(self) -> tuple[Tool, ...]:
-        """The tools that this stage can call."""
+        """The actions that the model may choose from."""
         return self.actions
 
     def start(self, view: View) -> Move:
@@ -158,7 +153,7 @@ class AgentLoop:
             case Approved():
                 waiting = command_from_json(frame["waiting"])
                 assert isinstance(waiting, InvokeTool)
-                return Move(frame, replace(waiting, deadline_at=view.deadline_at))
+                return Move(frame, waiting.until(view.deadline_at))
             case Resolved(value, text, evidence, known):
                 contract = self._contract(_waiting(frame).tool)
                 verified = _event(
@@ -209,7 +204,7 @@ class AgentLoop:
                 timedOut=event.end is End.TIMED_OUT,
                 cancelled=view.cancelled,
                 attempt=event.attempt + 1,
-                retry_in_ms=following.after_ms if isinstance(following, AskModel) else None,
+                retry_in_ms=_retry_in_ms(following),
             )
             return Move(frame, following, (*events, failed))
         proposal = parse_proposal(event.raw)
@@ -241,11 +236,11 @@ class AgentLoop:
             return _spent(Reason.OUTPUT_BUDGET_EXHAUSTED)
         reason = _cut_off(event.end, event.bound, view, Reason.MODEL_FAILED)
         passing = event.retryable or event.end is End.TIMED_OUT
-        if self.retry is None or reason is not Reason.MODEL_FAILED or not passing:
+        if reason is not Reason.MODEL_FAILED or not passing:
             return Stop(reason)
-        pause_ms = self.retry.pause_ms(event.attempt, view.random)
-        if event.attempt + 1 >= self.retry.attempts or pause_ms >= view.remaining_ms:
-            return Stop(reason)  # at once: what cannot be tried again in time is not waited for
+        pause_ms = _pause_ms(self.retry, event.attempt, view)
+        if pause_ms is None:
+            return Stop(reason)
         paid = charge_more(view.budget, remaining_ms=view.remaining_ms, model_calls=1)
         if isinstance(paid, Reason):
             return _spent(paid)
@@ -289,7 +284,7 @@ class AgentLoop:
         permit = permission(contract, checked, view)
         if permit is Permit.DENY:
             return self._reject(frame, view, events, Reason.PERMISSION_DENIED, "not permitted")
-        if not view.budget.may_call(tool.name):
+        if not view.budget.may_call(tool.name, tool.calls):
             return _refuse(frame, view, events, _spent(Reason.TOOL_CALL_BUDGET_EXHAUSTED))
         mark = fingerprint(view.state_version, contract, checked.json)
         frame = _at_version(frame, view.state_version)
@@ -317,7 +312,9 @@ class AgentLoop:
             side_effect=contract.side_effect.value,
             remaining_calls=view.budget.tool_calls_available,
             rule="with-approval" if ask else f"{contract.side_effect.value}-in-budget",
-            capability=digest(command.capability),
+            fingerprint=mark,
+            state_version=view.state_version,
+            capability=command.capability.hashed,
         )
         events += (rule,)
         if ask:
@@ -362,9 +359,10 @@ class AgentLoop:
     def _on_result(self, frame: Frame, event: Result, view: View) -> Move:
         waiting = _waiting(frame)
         contract = self._contract(waiting.tool)
-        judged = judge(contract, waiting.arguments, event, view)
-        if judged.stop is not None:
-            return Move(frame, judged.stop, judged.events)
+        following = after_failed_read(contract, waiting, event, view)
+        judged = judge(contract, waiting.arguments, event, view, following)
+        if judged.following is not None:
+            return Move(frame, judged.following, judged.events)
         if isinstance(event.reply, Succeeded):
             observation = _observe(contract, event.reply.value, event.reply.text)
         else:
@@ -374,8 +372,8 @@ class AgentLoop:
 
     def _on_verdict(self, frame: Frame, event: Verdict, view: View) -> Move:
         judged = judge_verdict(event, view)
-        if judged.stop is not None:
-            return Move(frame, judged.stop, judged.events)
+        if judged.following is not None:
+            return Move(frame, judged.following, judged.events)
         if event.ok:
             # A claim that was verified is the run's answer or the next stage's input, not a new
             # fact.
@@ -426,19 +424,66 @@ class AgentLoop:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What a call's end means: events for the trace, and the stop that it forces, if any."""
+    """What a call's end means: events for the trace, and what it forces: a stop, or the same call
+    again; None where the stage goes on with it.
+    """
 
     events: tuple[TraceEvent, ...]
-    stop: Stop | None
+    following: Stop | InvokeTool | Verify | None
+
+
+def after_failed_read(
+    contract: ToolContract, command: InvokeTool, event: Result, view: View
+) -> InvokeTool | Stop | None:
+    """The same read again where its policy, time and budget allow it, or the stop of a budget that
+    is spent; None where its end stands as it is.
+    """
+    if event.end is End.RETURNED:
+        passing = isinstance(event.reply, Refused) and event.reply.retryable
+    else:
+        passing = event.retryable or (event.end is End.TIMED_OUT and not event.bound)
+    if not passing or view.cancelled:
+        return None
+    pause_ms = _pause_ms(contract.retries, event.attempt, view)
+    if pause_ms is None:
+        return None
+    if not view.budget.may_call(contract.name):
+        return _spent(Reason.TOOL_CALL_BUDGET_EXHAUSTED)
+    return replace(command, attempt=event.attempt + 1, after_ms=pause_ms)
+
+
+def after_failed_check(
+    policy: Retry | None, command: Verify, event: Verdict, view: View
+) -> Verify | Stop | None:
+    """The same check again, as `after_failed_read` says it of a read; it costs its price alone."""
+    passing = event.retryable or (event.end is End.TIMED_OUT and not event.bound)
+    if not passing or view.cancelled:
+        return None
+    pause_ms = _pause_ms(policy, event.attempt, view)
+    if pause_ms is None:
+        return None
+    price = command.cost_microusd
+    paid = charge_more(view.budget, remaining_ms=view.remaining_ms, cost_microusd=price)
+    if isinstance(paid, Reason):
+        return _spent(paid)
+    return replace(command, attempt=event.attempt + 1, after_ms=pause_ms)
 
 
 def judge(
-    contract: ToolContract, arguments: Mapping[str, Json], event: Result, view: View
+    contract: ToolContract,
+    arguments: Mapping[str, Json],
+    event: Result,
+    view: View,
+    following: InvokeTool | Stop | None = None,
 ) -> Judged:
-    """Classify how a tool call ended. A write without proof is an unknown effect, whatever the
-    cause.
+    """Classify how a tool call ended; `following` is what its retry policy makes of a failure.
+
+    A write without proof is an unknown effect, whatever the cause.
     """
     write = contract.side_effect.writes
+    tried: dict[str, Json] = {}
+    if contract.retries is not None:
+        tried = {"attempt": event.attempt + 1, "retry_in_ms": _retry_in_ms(following)}
     if event.end is not End.RETURNED:
         failed = _event(
             view,
@@ -447,6 +492,7 @@ def judge(
             sideEffect=contract.side_effect.coarse,
             timedOut=event.end is End.TIMED_OUT,
             cancelled=view.cancelled,
+            **tried,
         )
         if write:
             trigger = (
@@ -458,7 +504,7 @@ def judge(
             )
             return _doubt(contract, view, (failed,), trigger)
         reason = _cut_off(event.end, event.bound, view, Reason.TOOL_FAILED)
-        return Judged((failed,), Stop(reason))
+        return Judged((failed,), following or Stop(reason))
     reply = event.reply
     assert reply is not None
     status = {Succeeded: "success", Refused: "failed", Doubtful: "unknown"}[type(reply)]
@@ -468,10 +514,10 @@ def judge(
             return _doubt(contract, view, (classified,), "reported")
         return Judged((classified,), Stop(Reason.TOOL_FAILED, {"code": "unknown"}))
     if isinstance(reply, Refused):
-        code = reply.reason
+        classified = replace(classified, detail={**classified.detail, **tried})
         if reply.retryable:
-            return Judged((classified,), None)
-        return Judged((classified,), Stop(Reason.TOOL_FAILED, {"code": code}))
+            return Judged((classified,), following)
+        return Judged((classified,), Stop(Reason.TOOL_FAILED, {"code": reply.reason}))
     detail: dict[str, Json] = {}
     if contract.public is not None:
         detail = plain(contract.public(contract.revive(dict(arguments)), reply.value))
@@ -479,17 +525,19 @@ def judge(
     return Judged((classified, _event(view, trace.RESULT_VERIFIED, **detail)), None)
 
 
-def judge_verdict(event: Verdict, view: View) -> Judged:
-    """Classify how a verification ended."""
+def judge_verdict(event: Verdict, view: View, following: Verify | Stop | None = None) -> Judged:
+    """Classify how a verification ended; `following` is as in `judge`."""
     if event.end is not End.RETURNED:
         failed = _event(
             view,
             trace.COMPLETION_FAILED,
             timedOut=event.end is End.TIMED_OUT,
             cancelled=view.cancelled,
+            attempt=event.attempt + 1,
+            retry_in_ms=_retry_in_ms(following),
         )
         reason = _cut_off(event.end, event.bound, view, Reason.VERIFICATION_FAILED)
-        return Judged((failed,), Stop(reason))
+        return Judged((failed,), following or Stop(reason))
     evidence = {} if event.evidence is None else {"evidence_ref": event.evidence}
     detail = plain({**event.detail, "verified": event.ok, **evidence})
     return Judged((_event(view, trace.COMPLETION_VERIFIED, **detail),), None)
@@ -532,7 +580,15 @@ def observation_of(contract: ToolContract, reply: Succeeded | Refused) -> Observ
     return _observe(contract, reply.value, reply.text)
 
 
-_NO_CHILDREN: Final[Mapping[str, Stage]] = MappingProxyType({})
+def _pause_ms(policy: Retry | None, attempt: int, view: View) -> int | None:
+    """The pause before the next attempt; None where none is left, or it would come too late."""
+    if policy is None:
+        return None
+    return policy.next_pause_ms(attempt, remaining_ms=view.remaining_ms, chance=view.random)
+
+
+def _retry_in_ms(following: AskModel | InvokeTool | Verify | Stop | None) -> int | None:
+    return following.after_ms if isinstance(following, AskModel | InvokeTool | Verify) else None
 
 
 def _doubt(
@@ -560,7 +616,11 @@ def _observe(contract: ToolContract, value: Json, text: str) -> Observation:
 
 
 def _refuse(frame: Frame, view: View, events: tuple[TraceEvent, ...], stop: Stop) -> Move:
-    return Move(frame, stop, (*events, _rejected(view, stop.reason, stop.reason.value)))
+    rejected = _rejected(view, stop.reason, stop.reason.value)
+    if "fingerprint" in stop.detail:
+        shown = {"fingerprint": stop.detail["fingerprint"], "state_version": view.state_version}
+        rejected = replace(rejected, detail={**rejected.detail, **shown})
+    return Move(frame, stop, (*events, rejected))
 
 
 def _rejected(view: View, reason: Reason, problem: str) -> TraceEvent:

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from handrail.agent import trace
 from handrail.agent.budget import CODE_OF, Budget, BudgetLeft, CallLimits, Phase
 from handrail.agent.canonical import Json
+from handrail.agent.effects import upstream_key
 from handrail.agent.errors import InvariantBroken
 from handrail.agent.stage import (
     OBSERVATION_WINDOW,
+    Approved,
     AskModel,
     ChildDone,
     Command,
@@ -55,6 +58,13 @@ from handrail.agent.workflow import Workflow
 _S, _E = RunStatus, RunEvent
 
 
+class Mode(StrEnum):
+    """Whether a run acts in earnest."""
+
+    LIVE = "live"
+    SHADOW = "shadow"  # everything but the dispatch: what it would write is recorded, never sent
+
+
 class Level(NamedTuple):
     """One level of a run's position: the stage's name below its parent ("" for the root) and
     its frame.
@@ -83,6 +93,7 @@ class RunState:
     limits: CallLimits
     left: BudgetLeft
     input: Json = None
+    mode: Mode = Mode.LIVE
     status: RunStatus = RunStatus.QUEUED
     reason: Reason | None = None
     step: int = 0
@@ -102,8 +113,8 @@ class RunState:
 
     @property
     def tool_calls(self) -> int:
-        """Tool calls charged so far, without one that is reserved and not started."""
-        return self.budget.tool_calls - self.left.tool_calls_available
+        """Tool calls charged so far, without those that are reserved and not started."""
+        return self.budget.tool_calls - self.left.tool_calls_unused
 
     @property
     def path(self) -> tuple[str, ...]:
@@ -238,6 +249,8 @@ def phase_of(workflow: Workflow, state: RunState) -> Phase:
     match state.pending:
         case AskModel():
             return Phase.DECIDE
+        case InvokeTool() as command if state.mode is Mode.SHADOW and _writes(workflow, command):
+            return Phase.RESUME  # its stand-in is not paid for
         case InvokeTool() as command:
             return Phase.WRITE if _writes(workflow, command) else Phase.READ
     return Phase.RESUME
@@ -289,6 +302,27 @@ def _run(
             case _ if state.status is _S.CANCELLING:
                 command = Stop(Reason.CANCELLED)  # nothing starts after cancel
                 continue
+            case Park(action=InvokeTool() as action) if _shadowed(workflow, state, action):
+                if _lacks_stand_in(workflow, action):
+                    command = _would_write(state, replace(action, approval=True), events)
+                    continue
+                asked: dict[str, Json] = {
+                    "tool": action.tool,
+                    "arguments_hash": action.arguments_hash,
+                }
+                events.append(TraceEvent(trace.APPROVAL_SHADOWED, state.step, asked))
+                level = state.levels[-1]
+                stage = workflow.stage_at(state.path)
+                move = stage.on(level.frame, Approved(_NOBODY, _NOBODY), view)
+                levels = (*state.levels[:-1], level._replace(frame=move.frame))
+                state = replace(state, levels=levels)
+            case InvokeTool() if _shadowed(workflow, state, command):
+                if _lacks_stand_in(workflow, command):
+                    command = _would_write(state, command, events)
+                    continue
+                if state.pending is not command:
+                    state = replace(state, pending=command)
+                return Turn(state, command, tuple(events), observation, outputs)
             case Park():
                 state = _parked(state, command, events)
                 return Turn(state, command, tuple(events), observation, outputs)
@@ -300,6 +334,39 @@ def _run(
                 return Turn(state, command, tuple(events), observation, outputs)
         events += move.events
         command = move.command
+
+
+def _shadowed(workflow: Workflow, state: RunState, command: InvokeTool) -> bool:
+    """Whether a call is a write that is not to be made: the run is a shadow."""
+    return state.mode is Mode.SHADOW and _writes(workflow, command)
+
+
+def _lacks_stand_in(workflow: Workflow, command: InvokeTool) -> bool:
+    return workflow.tool_named(command.tool).shadow is None
+
+
+#: Who agrees to what a shadow run would write.
+_NOBODY: Final = "shadow"
+
+
+def _would_write(state: RunState, command: InvokeTool, events: list[TraceEvent]) -> Stop:
+    """End a shadow run where it would write: it claims nothing beyond that."""
+    events.append(effect_shadowed(state, command, stand_in=False))
+    return Stop(Reason.CANCELLED, {"shadow": True, "tool": command.tool})
+
+
+def effect_shadowed(state: RunState, command: InvokeTool, *, stand_in: bool) -> TraceEvent:
+    """Record what a live run would have written at this place, and nothing of its text."""
+    assert command.intent_key is not None
+    detail: dict[str, Json] = {
+        "tool": command.tool,
+        "contract_version": command.contract_version,
+        "arguments_hash": command.arguments_hash,
+        "idempotency_key_hash": upstream_key(state.tenant, command.intent_key),
+        "approval": command.approval,
+        "stand_in": stand_in,
+    }
+    return TraceEvent(trace.EFFECT_SHADOWED, state.step, detail)
 
 
 def _moves_of(state: RunState, event: Event, events: list[TraceEvent]) -> RunState:
@@ -422,6 +489,8 @@ def _stopped(state: RunState, command: Stop, view: View, events: list[TraceEvent
     state = replace(state, status=next_status(state.run_id, before, event))
     left = state.left.settled()
     rests = state.status not in TERMINAL
+    if not rests:
+        left = left.without_compensation()
     state = replace(
         state,
         reason=command.reason,
@@ -468,6 +537,7 @@ def stop_detail(
         f"tool_calls.{tool}": limit for tool, limit in state.budget.per_tool.items()
     }
     used: dict[str, Json] = {name: limits[name] - left[name] for name in left}
+    used["tool_calls"] = state.tool_calls
     used["deadline_ms"] = state.budget.deadline_ms - max(0, remaining_ms)
     detail: dict[str, Json] = {
         "reason": command.reason.value,

@@ -9,23 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Final, TypeAlias
 
 from handrail.agent import machine, trace
+from handrail.agent.budget import BudgetLeft
 from handrail.agent.canonical import Json, canonical
 from handrail.agent.commands import command_to_json
 from handrail.agent.effects import (
     QUERIES_PER_DISPATCH,
     UNRESOLVED,
+    Absent,
     Answer,
     Applied,
     AskAgain,
+    CompensationRecord,
     Conclusion,
     Doubt,
     Effect,
     EffectStatus,
     GiveUp,
     NoAnswer,
+    Pending,
     ProvedAbsent,
     ProvedApplied,
     SendAgain,
@@ -38,7 +43,7 @@ from handrail.agent.effects import (
     without_query,
 )
 from handrail.agent.loop import judge
-from handrail.agent.machine import RunState, Turn
+from handrail.agent.machine import Mode, RunState, Turn
 from handrail.agent.stage import (
     Answered,
     Approved,
@@ -72,8 +77,17 @@ _S, _E = RunStatus, RunEvent
 LEASE_MARGIN_MS: Final = 5_000
 #: How long a run waits before it asks again for an intent that is in flight elsewhere.
 ELSEWHERE_MS: Final = 2_000
+#: How long a run that waits on a pause waits before it tries again. Lifting a pause sets it going
+#: at once, so that this is only how late the end of one that ends by itself is seen.
+PAUSED_MS: Final = 5_000
 #: While a query is under way, nobody else asks.
 QUERY_LEASE_MS: Final = 30_000
+#: While a sweep is at a compensation, no other begins with it.
+UNDO_LEASE_MS: Final = 30_000
+#: How often a compensation is sent at most while the service says "nothing happened, try again".
+UNDO_ATTEMPTS: Final = 5
+#: How long it waits before that the first time; then twice as long each time.
+UNDO_PAUSE_MS: Final = 2_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,9 +121,12 @@ class Locked:
     cancel_requested: bool
     effect: Effect | None = None
     current: bool = True  # the effect is the run's latest; False: a sender asked for an earlier one
+    undoing: Effect | None = None  # what the run's effect undoes, where it is a compensation
     other_holders: int = 0
     approval: Approval | None = None
     known: bool = False  # the observation that the sender's reply adds is in the state already
+    paused: str | None = None  # the pause that this dispatch is under: "tool:refund"
+    crowded: bool = False  # as many effects of its tool are unknown as may be
 
     @property
     def lease_live(self) -> bool:
@@ -154,6 +171,8 @@ class Ruling:
     observation: Observation | None = None
     outputs: Mapping[str, Json] = field(default_factory=dict)
     effect: Effect | None = None
+    undoing: Effect | None = None  # what becomes of the effect that is to be undone
+    undoes: bool = False  # the sweep goes on with the compensation
     lease: str = "release"
     attempts: int | None = None
     due_in_ms: int = 0
@@ -169,6 +188,7 @@ class Ruling:
     handoff: Mapping[str, Json] | None = None
     deadline_in_ms: int | None = None
     lease_ms: int | None = None
+    kept_ms: int | None = None  # the working time that the run keeps while its clock stands still
 
     @property
     def publish(self) -> bool:
@@ -199,10 +219,22 @@ def give_back(locked: Locked, problem: str, *, due_in_ms: int) -> Ruling:
     """Give the lease back without a charge: the write cannot happen now."""
     if locked.cancel_requested:
         return _stop(locked, Reason.CANCELLED)
-    events = [TraceEvent("step.deferred", locked.state.step, {"problem": problem})]
+    events = [TraceEvent(trace.STEP_DEFERRED, locked.state.step, {"problem": problem})]
     state = machine.moved(locked.state, _E.LEASE_RETURNED, events)
     attempts = max(0, locked.attempts - 1)  # a lease given back is no attempt
     return Ruling(state=state, events=tuple(events), due_in_ms=due_in_ms, attempts=attempts)
+
+
+def held_back(locked: Locked, effect: Effect) -> str | None:
+    """Say what keeps a write of this effect from being dispatched now; None where nothing does.
+
+    Sending an unknown intent again is how its doubt is settled: only a person's pause stops that.
+    """
+    if locked.paused is not None:
+        return f"paused:{locked.paused}"
+    if locked.crowded and effect.status is not EffectStatus.UNKNOWN:
+        return f"too-many-unknown:{effect.tool}"
+    return None
 
 
 # ---- dispatch ------------------------------------------------------------------------------------
@@ -233,16 +265,21 @@ def dispatch(
     claim_id: str,
     call_ms: int,
     max_stall_ms: int | None,
+    kept_ms: int | None = None,
 ) -> tuple[Ruling | None, Dispatch]:
     """Decide whether a write may be sent now; source: the effect protocol's dispatch.
 
-    The run must be mine, executing and not wished to be cancelled; the effect must be free;
-    approval and tool call are consumed in the same transaction.
+    The run must be mine, live, executing and not wished to be cancelled; the effect must be free;
+    approval and tool call are consumed in the same transaction. `kept_ms` is the working time that
+    the run had when it was claimed, if its claim did nothing but try this: under a pause, trying
+    costs no time either.
     """
     state, effect = locked.state, locked.effect
     assert effect is not None
     if locked.claim_id != claim_id or not locked.lease_live:
         return None, Halt("not-mine")
+    if state.mode is Mode.SHADOW:  # the machine lets none come here: this is the second wall
+        return _stop(locked, Reason.CANCELLED, shadow=True), Halt("shadow")
     if locked.cancel_requested and locked.own_effect not in UNRESOLVED:
         return _stop(locked, Reason.CANCELLED), Halt("cancelled")
     if locked.cancel_requested or state.status is not _S.EXECUTING:
@@ -260,12 +297,19 @@ def dispatch(
             return give_back(locked, "intent-elsewhere", due_in_ms=ELSEWHERE_MS), Halt("elsewhere")
         case EffectStatus.DISPATCHED:
             return None, Halt("not-mine")
-    if command.state_version != state.state_version:
-        return _stop(locked, Reason.INVALID_PROPOSAL, problem="state moved on"), Halt("stale")
     if locked.left_ms <= 0:
         return spent(locked, Reason.DEADLINE_EXHAUSTED), Halt("deadline")
-    left = state.left
-    if not left.may_call(command.tool):
+    refused = command.unusable(
+        subject=state.principal.subject, state_version=state.state_version, now=locked.now
+    )
+    if refused is not None:
+        reason, why = refused
+        halt = Halt("stale" if reason is Reason.INVALID_PROPOSAL else "capability")
+        if effect.status is EffectStatus.UNKNOWN:  # released for sending again: no stop ends that
+            return _handed_off(locked, effect, why), halt
+        return _stop(locked, reason, problem=why), halt
+    left = _paid(state.left, effect)
+    if left is None:
         return spent(locked, Reason.TOOL_CALL_BUDGET_EXHAUSTED), Halt("budget")
     # An effect that is unknown here was released for sending the same key again.
     if not may_send(effect, now=locked.now, max_stall_ms=max_stall_ms):
@@ -278,13 +322,53 @@ def dispatch(
         lacking = approval_problem(locked, command)
         if lacking is not None:
             return _stop(locked, Reason.APPROVAL_EXPIRED, problem=lacking), Halt("approval")
+    held = held_back(locked, effect)
+    if held is not None:
+        kept_ms = locked.left_ms if kept_ms is None else kept_ms
+        waits = give_back(locked, held, due_in_ms=PAUSED_MS)
+        return replace(waits, kept_ms=kept_ms), Halt("paused")
     deadline_at = locked.now + min(call_ms, locked.left_ms)
     sent = replace(
+        _sent(locked, effect, dispatcher=claim_id, deadline_at=deadline_at),
+        approval_id=locked.approval.id if consumes and locked.approval else effect.approval_id,
+    )
+    ruling = Ruling(
+        state=replace(state, left=left),
+        events=(_started(locked, sent),),
+        effect=sent,
+        lease="keep",
+        lease_ms=deadline_at - locked.now + LEASE_MARGIN_MS,
+        consumes_approval=consumes,
+        charges_tool=command.tool,
+    )
+    return ruling, Go(sent, deadline_at)
+
+
+def _paid(left: BudgetLeft, effect: Effect) -> BudgetLeft | None:
+    """What is left once a dispatch is paid: the call, the query that is to confirm it, and, kept
+    until its end, what may have to undo it. None where that is not left.
+    """
+    calls = 1 + effect.terms.confirmed_by_query
+    undo = effect.compensation
+    keep = 0 if undo is None or left.compensations_reserved else undo.calls
+    if not left.may_call(effect.tool, calls + keep):
+        return None
+    if undo is not None and not left.may_compensate(undo.tool):
+        return None
+    paid = left.tool_call_used(effect.tool)
+    if effect.terms.confirmed_by_query:
+        paid = paid.call_used()
+    return paid.with_compensation(keep) if keep else paid
+
+
+def _sent(locked: Locked, effect: Effect, *, dispatcher: str, deadline_at: int) -> Effect:
+    """The effect once its dispatch is committed."""
+    return replace(
         effect,
         status=EffectStatus.DISPATCHED,
         token=effect.token + 1,
-        dispatcher=claim_id,
-        owner_run_id=state.run_id,
+        dispatcher=dispatcher,
+        owner_run_id=locked.state.run_id,
         attempts=effect.attempts + 1,
         doubt=Doubt.UNPROVEN if effect.status is EffectStatus.UNKNOWN else effect.doubt,
         first_dispatched_at=effect.first_dispatched_at or locked.now,
@@ -294,30 +378,19 @@ def dispatch(
         unknown_since=None,
         trigger=None,
         next_query_at=None,
-        approval_id=locked.approval.id if consumes and locked.approval else effect.approval_id,
     )
-    ruling = Ruling(
-        state=replace(state, left=left.tool_call_used(command.tool)),
-        events=(
-            TraceEvent(
-                trace.TOOL_STARTED,
-                state.step,
-                {
-                    "tool": command.tool,
-                    "tool_call_id": f"{effect.id}:{sent.token}",
-                    "timeout_ms": deadline_at - locked.now,
-                    "idempotency_key_hash": effect.id,
-                    "arguments_hash": command.arguments_hash,
-                },
-            ),
-        ),
-        effect=sent,
-        lease="keep",
-        lease_ms=deadline_at - locked.now + LEASE_MARGIN_MS,
-        consumes_approval=consumes,
-        charges_tool=command.tool,
-    )
-    return ruling, Go(sent, deadline_at)
+
+
+def _started(locked: Locked, sent: Effect, **detail: Json) -> TraceEvent:
+    assert sent.dispatch_deadline_at is not None
+    started: dict[str, Json] = {
+        "tool": sent.tool,
+        "tool_call_id": f"{sent.id}:{sent.token}",
+        "timeout_ms": sent.dispatch_deadline_at - locked.now,
+        "idempotency_key_hash": sent.id,
+        "arguments_hash": sent.arguments_hash,
+    }
+    return TraceEvent(trace.TOOL_STARTED, locked.state.step, started | detail)
 
 
 def approval_problem(locked: Locked, command: InvokeTool) -> str | None:
@@ -375,6 +448,9 @@ def outcome(locked: Locked, workflow: Workflow, out: Outcome) -> Ruling | None:
         return replace(_late(locked, effect, out), evidence=note)
     status = classify(effect, out.end, out.reply) if out.sent else _unsent_status(effect)
     ruling: Ruling
+    if locked.undoing is not None:
+        ruling = _undoing_told(locked, workflow, effect, out, status)
+        return replace(ruling, evidence=note)
     match status:
         case EffectStatus.APPLIED:
             ruling = _receipt(locked, workflow, effect, out)
@@ -398,6 +474,7 @@ def _receipt(locked: Locked, workflow: Workflow, effect: Effect, out: Outcome) -
     if locked.cancel_requested:
         events = _judged_events(locked, workflow, effect, event)
         return _applied_although_cancelled(replace(locked, effect=proved), proved, events)
+    locked = _nothing_to_undo(locked)
     try:
         turn = machine.on(workflow, locked.state, event, locked.view())
     except BaseException:
@@ -412,13 +489,16 @@ def _judged_events(
     """How a result was classified and verified, for the trace of a run that does not use it."""
     try:
         contract = workflow.tool_named(effect.tool).contract
-        return [*judge(contract, effect.arguments, event, locked.view()).events]
+        cancelled = locked.cancel_requested and locked.undoing is None
+        view = locked.view(cancelled=cancelled)
+        return [*judge(contract, effect.arguments, event, view).events]
     except BaseException:
         return []  # the workflow's own code raised: a receipt is not lost to that
 
 
 def _own_word_absent(locked: Locked, workflow: Workflow, effect: Effect, out: Outcome) -> Ruling:
     absent = replace(effect, status=EffectStatus.ABSENT, unknown_since=None, trigger=None)
+    locked = _nothing_to_undo(locked)
     if not out.sent:
         if locked.cancel_requested:
             return replace(_stop(locked, Reason.CANCELLED), effect=absent)
@@ -465,6 +545,54 @@ def _late(locked: Locked, effect: Effect, out: Outcome) -> Ruling:
     return unchanged
 
 
+class Reported(StrEnum):
+    """What a provider's report has come to."""
+
+    PROVED = "proved"  # a doubt is settled: the intent took effect
+    CONTRARY = "contrary"  # it took effect although it was believed absent: in doubt again
+    KEPT = "kept"  # evidence, for whoever decides
+    REPEATED = "repeated"  # it has counted before
+
+
+def reported(
+    locked: Locked, answer: Answer, detail: Mapping[str, Json], *, max_stall_ms: int | None
+) -> tuple[Ruling | None, Reported]:
+    """Take what a provider says about an effect by itself, judged as a query's answer is.
+
+    A record settles a doubt, and opens one where absence was believed. Absence is proved by queries
+    alone: nobody here knows at which moment the provider looked. Its word that nothing happened, or
+    has not yet, makes the next query due. While a sender is at it, the sender has the word. None:
+    another run owns the effect by now.
+    """
+    state, effect = locked.state, locked.effect
+    assert effect is not None
+    if effect.owner_run_id != state.run_id:
+        return None, Reported.KEPT
+    ruling, what = Ruling(state=state, lease="keep"), Reported.KEPT
+    in_doubt = effect.status is EffectStatus.UNKNOWN and state.status is _S.RECONCILING
+    match answer:
+        case Applied(value, evidence) if in_doubt and locked.current:
+            ruling, what = proved_applied(locked, value, evidence), Reported.PROVED
+        case Applied() if effect.status is EffectStatus.ABSENT:
+            ruling, what = contrary_evidence(locked), Reported.CONTRARY
+        case Absent() | Pending() if in_doubt and locked.current:
+            ruling = _query_hurried(locked, effect, max_stall_ms) or ruling
+        case NoAnswer(problem):
+            detail = {**detail, "problem": problem}
+    return replace(ruling, evidence=("report", detail)), what
+
+
+def _query_hurried(locked: Locked, effect: Effect, max_stall_ms: int | None) -> Ruling | None:
+    """Make the next query due now; None where it would be spent too early to prove anything, or
+    is the last.
+    """
+    early = max_stall_ms is not None and locked.now < effect.settles_at(max_stall_ms)
+    if early or effect.queries_left < 2 or not effect.terms.can_query:
+        return None
+    due = replace(effect, next_query_at=locked.now)
+    return Ruling(state=locked.state, effect=due, lease="keep", wake_in_ms=0)
+
+
 def contrary_evidence(locked: Locked) -> Ruling:
     """A request left although its effect is believed absent: doubt again, or a contradiction.
 
@@ -473,22 +601,30 @@ def contrary_evidence(locked: Locked) -> Ruling:
     """
     state, effect = locked.state, locked.effect
     assert effect is not None
+    if locked.undoing is not None and state.status not in TERMINAL:
+        return _undoing_in_doubt_again(locked, effect, locked.undoing)
     if not locked.current or not _rests_on(state, effect):
-        package = handoff_of(state, effect, reason=Reason.CONTRADICTION)
+        package = handoff_of(state, effect, reason=Reason.CONTRADICTION, undoing=locked.undoing)
         contradicted = replace(effect, status=EffectStatus.CONTRADICTED)
         return Ruling(state=state, lease="keep", effect=contradicted, handoff=package)
     events: list[TraceEvent] = []
     state = machine.moved(_without_its_holder(locked).state, _E.CONTRARY_EVIDENCE, events)
     trigger = Trigger.CONTRARY_EVIDENCE
     ruling = _ended(locked, state, Reason.UNKNOWN_EFFECT, events, {"trigger": trigger.value})
-    # It left by now at the latest: from here on counts how long it may take to land.
-    deadline_at = max(locked.now, effect.dispatch_deadline_at or 0)
-    doubtful = replace(
-        _doubted(effect, locked.now, trigger),
-        queries_left=QUERIES_PER_DISPATCH,
-        dispatch_deadline_at=deadline_at,
-    )
+    doubtful = _left_after_all(locked, effect)
     return replace(ruling, effect=doubtful, lease="take", wake_in_ms=first_query_at(0))
+
+
+def _left_after_all(locked: Locked, effect: Effect) -> Effect:
+    """The effect whose request left although it was believed absent.
+
+    It left by now at the latest: from here on counts how long it may take to land.
+    """
+    return replace(
+        _doubted(effect, locked.now, Trigger.CONTRARY_EVIDENCE),
+        queries_left=QUERIES_PER_DISPATCH,
+        dispatch_deadline_at=max(locked.now, effect.dispatch_deadline_at or 0),
+    )
 
 
 def _rests_on(state: RunState, effect: Effect) -> bool:
@@ -594,17 +730,7 @@ def _lease_lost(locked: Locked, max_attempts: int) -> Ruling:
     if locked.own_effect in (EffectStatus.DISPATCHED, EffectStatus.UNKNOWN):
         assert effect is not None
         trigger = Trigger.CANCELLATION if locked.cancel_requested else Trigger.WORKER_LOST
-        events = (
-            TraceEvent(
-                trace.RECONCILIATION_REQUIRED,
-                state.step,
-                {
-                    "tool": effect.tool,
-                    "trigger": trigger.value,
-                    "recovery": "query" if effect.terms.can_query else "human",
-                },
-            ),
-        )
+        events = (_doubt_event(locked, effect, trigger),)
         turn = machine.stop(state, Reason.UNKNOWN_EFFECT, locked.view(), {"trigger": trigger.value})
         return Ruling(
             state=turn.state,
@@ -654,6 +780,10 @@ def _parked_too_long(locked: Locked) -> Ruling | None:
 def _reconcile(locked: Locked, max_stall_ms: int | None) -> Ruling:
     """Give the unknown effect its next query, or settle what no query can."""
     state, effect = locked.state, locked.effect
+    if effect is not None and _is_undoing(locked):
+        following = _undoing_next(locked, effect)
+        if following is not None:
+            return following
     if effect is None or effect.status is not EffectStatus.UNKNOWN:
         return Ruling(state=state, lease="keep", wake_in_ms=QUERY_LEASE_MS)
     if effect.next_query_at is not None and locked.now < effect.next_query_at:
@@ -669,6 +799,8 @@ def _reconcile(locked: Locked, max_stall_ms: int | None) -> Ruling:
         )
         return Ruling(state=state, effect=asked, lease="keep", wake_in_ms=lease_ms)
     conclusion = without_query(effect, now=locked.now, max_stall_ms=max_stall_ms)
+    if locked.undoing is not None and isinstance(conclusion, SendAgain):
+        return _undoes(locked)
     return concluded(locked, conclusion, max_stall_ms=max_stall_ms)
 
 
@@ -717,8 +849,11 @@ def proved_applied(locked: Locked, value: Json, evidence: str) -> Ruling:
     assert effect is not None
     proved = _applied(effect, value, evidence)
     events = [_resolved_event(locked, "applied", evidence)]
+    if locked.undoing is not None:
+        return _undone(locked, proved, locked.undoing, events)
     if locked.cancel_requested:
         return _applied_although_cancelled(replace(locked, effect=proved), proved, events)
+    locked = _nothing_to_undo(locked)
     state = machine.resumed(locked.state, _E.PROVED_APPLIED, events, evidence_ref=evidence)
     return Ruling(
         state=replace(state, told=_resolved(value, evidence)),
@@ -731,13 +866,18 @@ def proved_applied(locked: Locked, value: Json, evidence: str) -> Ruling:
 
 def _proved_absent(locked: Locked, effect: Effect, max_stall_ms: int | None) -> Ruling:
     absent = replace(believed_absent(effect), unknown_since=None)
-    state = locked.state
     events = [_resolved_event(locked, "absent", f"effect:{effect.id}")]
+    if locked.undoing is not None:
+        sendable = may_send(absent, now=locked.now, max_stall_ms=max_stall_ms)
+        problem = "the compensation did not take effect"
+        return _not_undone(locked, absent, locked.undoing, problem, events, again=sendable)
+    locked = _nothing_to_undo(locked)
+    state = locked.state
     if locked.cancel_requested:
         cancelled = machine.moved(state, _E.PROVED_ABSENT_CANCELLED, events)
         return replace(_ended(locked, cancelled, Reason.CANCELLED, events), effect=absent)
     sendable = may_send(absent, now=locked.now, max_stall_ms=max_stall_ms)
-    if sendable and locked.left_ms > 0 and state.left.may_call(effect.tool):
+    if sendable and locked.left_ms > 0 and _paid(state.left, effect) is not None:
         state = machine.resumed(state, _E.PROVED_ABSENT, events)
         return Ruling(state=state, events=tuple(events), effect=absent, lease="take")
     failed = machine.moved(state, _E.PROVED_ABSENT_FAILED, events)
@@ -746,7 +886,10 @@ def _proved_absent(locked: Locked, effect: Effect, max_stall_ms: int | None) -> 
 
 
 def _released_for_sending(locked: Locked, effect: Effect) -> Ruling:
-    may_call = locked.state.left.may_call(effect.tool)
+    if locked.undoing is not None:
+        free = replace(effect, next_query_at=None)
+        return Ruling(state=locked.state, effect=free, lease="keep", wake_in_ms=0)
+    may_call = _paid(locked.state.left, effect) is not None
     if locked.cancel_requested or locked.left_ms <= 0 or not may_call:
         return _handed_off(locked, effect, "the key could be sent again, but the run may not")
     events: list[TraceEvent] = []
@@ -756,6 +899,285 @@ def _released_for_sending(locked: Locked, effect: Effect) -> Ruling:
 
 def _absence(effect: Effect) -> dict[str, Json]:
     return {"evidence": "absent", "effect": effect.id}
+
+
+# ---- undoing -------------------------------------------------------------------------------------
+#
+# A compensation is an effect of its own, and the run's latest while it is under way: what is said
+# above about senders, tokens, doubt and queries holds for it. `locked.undoing` is what it undoes.
+
+
+def _to_be_undone(
+    locked: Locked, effect: Effect, undo: CompensationRecord, events: list[TraceEvent]
+) -> Ruling:
+    """The write of a run that is wished to be cancelled is proved: what was recorded about undoing
+    it is done from here on, by the sweep, whatever the run has left.
+    """
+    cause = _E.PROVED_APPLIED_COMPENSATE
+    if locked.state.status is _S.RECONCILING:
+        state = machine.resumed(locked.state, cause, events)
+    else:
+        state = machine.moved(locked.state, cause, events)
+    detail: dict[str, Json] = {"effect": effect.id, "tool": effect.tool, "by": undo.tool}
+    events.append(TraceEvent(trace.EFFECT_COMPENSATING, state.step, detail))
+    return Ruling(
+        state=state,
+        events=tuple(events),
+        effect=replace(effect, status=EffectStatus.COMPENSATING),
+        lease="take",
+        wake_in_ms=0,
+    )
+
+
+def _is_undoing(locked: Locked) -> bool:
+    """Whether the run's write is being undone: its compensation is to be planned, or is under
+    way.
+    """
+    if locked.state.status is not _S.RECONCILING:
+        return False
+    about = locked.undoing or locked.effect
+    return about is not None and about.status is EffectStatus.COMPENSATING
+
+
+def _nothing_to_undo(locked: Locked) -> Locked:
+    """The run once its write is settled: the call that was kept for undoing it is free."""
+    left = locked.state.left.without_compensation()
+    return replace(locked, state=replace(locked.state, left=left))
+
+
+def _undoes(locked: Locked) -> Ruling:
+    return Ruling(state=locked.state, lease="keep", wake_in_ms=UNDO_LEASE_MS, undoes=True)
+
+
+def _waits(locked: Locked, wake_in_ms: int) -> Ruling:
+    return Ruling(state=locked.state, lease="keep", wake_in_ms=wake_in_ms)
+
+
+def _undoing_next(locked: Locked, effect: Effect) -> Ruling | None:
+    """What the sweep does about a write that is being undone; None: it queries the compensation."""
+    if locked.undoing is None:
+        return _undoes(locked)
+    if locked.own_effect is None and effect.status in UNRESOLVED:
+        return _waits(locked, ELSEWHERE_MS)  # another run has sent the same intent
+    match effect.status:
+        case EffectStatus.UNKNOWN:
+            return None
+        case EffectStatus.DISPATCHED:
+            assert effect.dispatch_deadline_at is not None
+            over_at = effect.dispatch_deadline_at + LEASE_MARGIN_MS
+            if locked.now < over_at:
+                return _waits(locked, over_at - locked.now)
+            events = [_doubt_event(locked, effect, Trigger.WORKER_LOST)]
+            return _undoing_in_doubt(locked, effect, Trigger.WORKER_LOST, events)
+    return _undoes(locked)
+
+
+def compensation_planned(locked: Locked, command: InvokeTool) -> Ruling | None:
+    """Take the effect that was planned for undoing as the run's own; None where somebody was
+    faster, or there is nothing to undo any more.
+    """
+    effect = locked.effect
+    if effect is None or locked.undoing is None or not _is_undoing(locked):
+        return None
+    other = effect.arguments_hash != command.arguments_hash
+    if other or effect.status is EffectStatus.COMPENSATED:
+        return cannot_undo(locked, "what would undo it exists with other arguments, or was undone")
+    return _waits(locked, UNDO_LEASE_MS)
+
+
+def cannot_undo(locked: Locked, problem: str) -> Ruling | None:
+    """The compensation cannot be begun: the write is a person's. None where nothing is to be
+    undone any more.
+    """
+    if not _is_undoing(locked):
+        return None
+    return _undoing_with_person(locked, problem, Reason.HANDOFF_REQUIRED, [])
+
+
+def undoing_waits(locked: Locked, wake_in_ms: int) -> Ruling | None:
+    """The compensation cannot be sent now; nothing is charged."""
+    return _waits(locked, wake_in_ms) if _is_undoing(locked) else None
+
+
+def dispatch_compensation(
+    locked: Locked, *, dispatcher: str, call_ms: int, max_stall_ms: int | None
+) -> tuple[Ruling | None, Dispatch]:
+    """Decide whether the compensation may be sent now: as `dispatch` does, under the reconciler.
+
+    There is no lease: the effect's token and its dispatcher are the fence. The wish that caused it
+    does not stop it, and neither does a deadline or a budget that is spent: its call was kept.
+    """
+    state, effect = locked.state, locked.effect
+    if effect is None or locked.undoing is None or not _is_undoing(locked):
+        return None, Halt("not-mine")
+    mine = locked.own_effect is not None
+    match effect.status:
+        case EffectStatus.APPLIED:
+            return _undone(locked, effect, locked.undoing, []), Halt("recorded")
+        case EffectStatus.PLANNED | EffectStatus.ABSENT:
+            pass
+        case EffectStatus.DISPATCHED | EffectStatus.UNKNOWN if not mine:
+            return _waits(locked, ELSEWHERE_MS), Halt("elsewhere")
+        case EffectStatus.UNKNOWN if not (effect.terms.can_query and effect.queries_left > 0):
+            pass
+        case EffectStatus.DISPATCHED | EffectStatus.UNKNOWN:
+            return None, Halt("not-mine")
+        case _:
+            problem = f"what would undo it is {effect.status.value}"
+            return _undoing_with_person(locked, problem, None, []), Halt("with-person")
+    calls = 1 + effect.terms.confirmed_by_query
+    allowed = may_send(effect, now=locked.now, max_stall_ms=max_stall_ms)
+    if not allowed or not state.left.may_compensate(effect.tool, calls):
+        problem = "no tool call is left to undo it" if allowed else "undoing may not be sent again"
+        if effect.status is EffectStatus.UNKNOWN:
+            return _undoing_with_person(locked, problem, None, []), Halt("may-not-send")
+        return _stands(locked, effect, locked.undoing, problem, []), Halt("may-not-send")
+    held = held_back(locked, effect)
+    if held is not None:
+        return _waits(locked, PAUSED_MS), Halt("paused")
+    deadline_at = locked.now + call_ms
+    sent = _sent(locked, effect, dispatcher=dispatcher, deadline_at=deadline_at)
+    ruling = Ruling(
+        state=replace(state, left=state.left.compensation_used(effect.tool, calls)),
+        events=(_started(locked, sent, compensates=locked.undoing.id),),
+        effect=sent,
+        lease="keep",
+        wake_in_ms=call_ms + LEASE_MARGIN_MS,
+        charges_tool=effect.tool,
+    )
+    return ruling, Go(sent, deadline_at)
+
+
+def _undoing_told(
+    locked: Locked, workflow: Workflow, effect: Effect, out: Outcome, status: EffectStatus
+) -> Ruling:
+    """What its sender's word about a compensation comes to."""
+    assert locked.undoing is not None
+    reply = out.reply if out.sent else Doubtful("never-sent")
+    settled = status is not EffectStatus.UNKNOWN
+    events: list[TraceEvent] = []
+    if out.sent:
+        event = Result(out.end, reply, settled=settled, evidence=out.evidence_id)
+        events = _judged_events(locked, workflow, effect, event)
+    match status, out.reply:
+        case EffectStatus.APPLIED, Succeeded(value, _):
+            proved = _applied(effect, value, out.evidence_id)
+            return _undone(locked, proved, locked.undoing, events)
+        case EffectStatus.ABSENT, answer:
+            absent = replace(effect, status=EffectStatus.ABSENT, unknown_since=None, trigger=None)
+            refused = answer if isinstance(answer, Refused) else None
+            problem = "the compensation was never sent"
+            if refused is not None:
+                problem = f"the compensation was refused: {refused.reason}"
+            again = refused is None or refused.retryable
+            return _not_undone(locked, absent, locked.undoing, problem, events, again=again)
+    trigger = trigger_of(out.end, reply, cancelled=False)
+    return _undoing_in_doubt(locked, effect, trigger, events)
+
+
+def _undone(locked: Locked, proved: Effect, undoing: Effect, events: list[TraceEvent]) -> Ruling:
+    """The compensation is proved: what it undoes is compensated, and so is the run."""
+    evidence = proved.evidence or f"effect:{proved.id}"
+    detail: dict[str, Json] = {
+        "effect": undoing.id,
+        "compensation": proved.id,
+        "evidence": evidence,
+    }
+    events.append(TraceEvent(trace.EFFECT_COMPENSATED, locked.state.step, detail))
+    state = machine.moved(locked.state, _E.COMPENSATION_PROVED, events)
+    ruling = _ended(locked, state, Reason.COMPENSATED, events, detail)
+    undone = replace(undoing, status=EffectStatus.COMPENSATED)
+    return replace(ruling, effect=proved, undoing=undone, lease="take")
+
+
+def _not_undone(
+    locked: Locked,
+    absent: Effect,
+    undoing: Effect,
+    problem: str,
+    events: list[TraceEvent],
+    *,
+    again: bool,
+) -> Ruling:
+    """The compensation did not happen: it is sent again where that may be, a bounded number of
+    times; else the write stands, and a person decides.
+    """
+    calls = 1 + absent.terms.confirmed_by_query
+    left = locked.state.left.may_compensate(absent.tool, calls)
+    if not again or not left or absent.attempts >= UNDO_ATTEMPTS:
+        return _stands(locked, absent, undoing, problem, events)
+    return Ruling(
+        state=locked.state,
+        events=tuple(events),
+        effect=absent,
+        lease="keep",
+        wake_in_ms=UNDO_PAUSE_MS << max(0, absent.attempts - 1),
+    )
+
+
+def _stands(
+    locked: Locked, absent: Effect, undoing: Effect, problem: str, events: list[TraceEvent]
+) -> Ruling:
+    """The write was not undone, and that is certain: it is applied as before, and a person's."""
+    state = machine.moved(locked.state, _E.NO_PROOF, events)
+    ruling = _ended(locked, state, Reason.HANDOFF_REQUIRED, events, {"problem": problem})
+    stands = replace(undoing, status=EffectStatus.APPLIED)
+    package = {**handoff_of(ruling.state, absent, undoing=stands), "problem": problem}
+    return replace(ruling, effect=absent, undoing=stands, handoff=package, lease="take")
+
+
+def _undoing_in_doubt(
+    locked: Locked, effect: Effect, trigger: Trigger, events: list[TraceEvent]
+) -> Ruling:
+    """Whether the compensation happened is not known: it is reconciled like any write."""
+    return Ruling(
+        state=locked.state,
+        events=tuple(events),
+        effect=_doubted(effect, locked.now, trigger),
+        lease="keep",
+        wake_in_ms=first_query_at(0),
+    )
+
+
+def _undoing_in_doubt_again(locked: Locked, effect: Effect, undoing: Effect) -> Ruling:
+    """A compensation left although it was believed absent: what it undoes may be undone."""
+    events: list[TraceEvent] = []
+    state = machine.moved(locked.state, _E.CONTRARY_EVIDENCE, events)
+    trigger = Trigger.CONTRARY_EVIDENCE
+    ruling = _ended(locked, state, Reason.UNKNOWN_EFFECT, events, {"trigger": trigger.value})
+    return replace(
+        ruling,
+        effect=_left_after_all(locked, effect),
+        undoing=replace(undoing, status=EffectStatus.COMPENSATING),
+        lease="take",
+        wake_in_ms=first_query_at(0),
+    )
+
+
+def _undoing_with_person(
+    locked: Locked, problem: str, reason: Reason | None, events: list[TraceEvent]
+) -> Ruling:
+    """Nobody can say whether the write was undone, or it cannot even be tried: a person decides."""
+    effect, undoing = locked.effect, locked.undoing
+    assert effect is not None
+    state = machine.moved(locked.state, _E.NO_PROOF, events)
+    detail: dict[str, Json] = {"problem": problem}
+    ruling = _ended(locked, state, reason or Reason.UNKNOWN_EFFECT, events, detail)
+    if undoing is not None:
+        undoing = replace(undoing, status=EffectStatus.HANDED_OFF)
+    if undoing is None or (effect.status is EffectStatus.UNKNOWN and locked.own_effect is not None):
+        effect = replace(effect, status=EffectStatus.HANDED_OFF, next_query_at=None)
+    package = {**handoff_of(ruling.state, effect, undoing=undoing), "problem": problem}
+    return replace(ruling, effect=effect, undoing=undoing, handoff=package, lease="take")
+
+
+def _doubt_event(locked: Locked, effect: Effect, trigger: Trigger) -> TraceEvent:
+    detail: dict[str, Json] = {
+        "tool": effect.tool,
+        "trigger": trigger.value,
+        "recovery": "query" if effect.terms.can_query else "human",
+    }
+    return TraceEvent(trace.RECONCILIATION_REQUIRED, locked.state.step, detail)
 
 
 # ---- people --------------------------------------------------------------------------------------
@@ -822,11 +1244,18 @@ def answer(locked: Locked, *, text: str, author: str) -> Ruling | None:
 
 
 def handoff_of(
-    state: RunState, effect: Effect | None, *, reason: Reason | None = None
+    state: RunState,
+    effect: Effect | None,
+    *,
+    reason: Reason | None = None,
+    undoing: Effect | None = None,
 ) -> dict[str, Json]:
-    """Everything that a person needs: goal, verified facts, pending action, budget left, trace
-    pointer.
+    """Everything that a person needs: goal, state, verified facts, pending action, who takes over,
+    budget left, trace pointer. What there is none of is said to be "none", never left out.
+
+    Where a write was to be undone, that write is `undoing`, and `effect` is its compensation.
     """
+    about = undoing or effect
     pending: Json = "none"
     if state.pending is not None:
         pending = command_to_json(state.pending)
@@ -834,27 +1263,40 @@ def handoff_of(
         "goal": state.goal,
         "reason": (reason or state.reason or Reason.HANDOFF_REQUIRED).value,
         "status": state.status.value,
+        "stage": "/".join(state.path) or "none",
+        "step": state.step,
+        "state_version": state.state_version,
         "subject": state.principal.subject,
         "verified": {
-            "outputs": dict(state.outputs),
-            "observations": [o.text for o in state.observations],
+            "outputs": dict(state.outputs) or "none",
+            "observations": [o.text for o in state.observations] or "none",
         },
         "pending_action": pending,
+        "takeover": (about.terms.takeover if about is not None else None) or "none",
         "budget_left": dict(state.left.snapshot()),
         "trace": f"trace:{state.run_id}",
     }
-    if effect is not None:
-        package["effect"] = {
-            "id": effect.id,
-            "tool": effect.tool,
-            "intent_key": effect.intent_key,
-            "arguments": dict(effect.arguments),
-            "status": effect.status.value,
-            "attempts": effect.attempts,
-            "trigger": effect.trigger.value if effect.trigger else None,
-            "evidence": effect.evidence,
-        }
+    if about is not None:
+        package["effect"] = _shown(about)
+    if undoing is not None and effect is not None:
+        package["compensation"] = _shown(effect)
     return package
+
+
+def _shown(effect: Effect) -> dict[str, Json]:
+    shown: dict[str, Json] = {
+        "id": effect.id,
+        "tool": effect.tool,
+        "intent_key": effect.intent_key,
+        "arguments": dict(effect.arguments),
+        "status": effect.status.value,
+        "attempts": effect.attempts,
+        "trigger": effect.trigger.value if effect.trigger else None,
+        "evidence": effect.evidence,
+    }
+    if effect.compensation is not None:
+        shown["original"] = effect.compensation.original
+    return shown
 
 
 # ---- shared --------------------------------------------------------------------------------------
@@ -905,12 +1347,14 @@ def _applied_although_cancelled(
     locked: Locked, effect: Effect, events: list[TraceEvent] | None = None
 ) -> Ruling:
     """A write took effect and its run is wished to be cancelled: the effect stays where others rest
-    on it; otherwise a person decides, since no compensation is declared."""
+    on it, and is undone where its compensation was recorded; otherwise a person decides."""
     events = events if events is not None else []
     state = locked.state
     if locked.other_holders:
         kept = machine.moved(state, _E.PROVED_APPLIED_KEPT, events)
         return replace(_ended(locked, kept, Reason.CANCELLED, events), effect=effect)
+    if effect.compensation is not None:
+        return _to_be_undone(locked, effect, effect.compensation, events)
     if state.status is _S.CANCELLING:
         state = machine.moved(state, _E.PROVED_APPLIED_COMPENSATE, events)
     state = machine.moved(state, _E.NO_PROOF, events)
@@ -922,6 +1366,8 @@ def _applied_although_cancelled(
 
 def _handed_off(locked: Locked, effect: Effect, problem: str) -> Ruling:
     events: list[TraceEvent] = []
+    if locked.undoing is not None:
+        return _undoing_with_person(locked, problem, None, events)
     state = locked.state
     if state.status is not _S.RECONCILING:
         state = machine.moved(state, _E.EFFECT_UNKNOWN, events)
@@ -950,6 +1396,9 @@ def spent(locked: Locked, reason: Reason) -> Ruling:
     if locked.own_effect is EffectStatus.UNKNOWN:
         assert locked.effect is not None
         return _unknown_again(locked, locked.effect)
+    told = locked.state.told
+    if isinstance(told, Resolved):  # nobody has taken up what was proved: the stop refers to it
+        return _stop(locked, reason, proved=told.evidence)
     return _stop(locked, reason)
 
 
@@ -969,8 +1418,11 @@ def _ended(
 ) -> Ruling:
     """Explain a stop whose status moves were made by hand."""
     left = state.left.settled()
+    if state.status in TERMINAL:
+        left = left.without_compensation()
     state = replace(state, reason=reason, left=left)
-    machine.reopened(locked.state, reason, events)
+    if locked.state.reason is not None or not _is_undoing(locked):
+        machine.reopened(locked.state, reason, events)
     command = Stop(reason, detail or {})
     stopped = machine.stop_detail(state, command, category_of(reason), locked.left_ms)
     events.append(TraceEvent(trace.RUN_STOPPED, state.step, stopped))

@@ -6,14 +6,16 @@ Big values live in rows of their own; a frame is one small JSON object. Pure.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Final, Protocol, TypeAlias
 
 from handrail.agent.budget import BudgetLeft, CallLimits
 from handrail.agent.canonical import Json, digest, dumps
+from handrail.agent.capability import Capability, resource_of
 from handrail.agent.status import Reason
 from handrail.agent.tools import RunFacts, Tool, Validated
 from handrail.agent.trace import TraceEvent
@@ -134,7 +136,7 @@ class Result:
     """A tool call has ended. `known`: the same observation is already in the state.
 
     For a write, `settled` says whether the ledger holds a proof (`applied` or `absent`), and
-    `evidence` refers to it.
+    `evidence` refers to it. For a read, `retryable` and `attempt` are as in `Proposed`.
     """
 
     end: End
@@ -143,12 +145,14 @@ class Result:
     known: bool = False
     settled: bool = True
     evidence: str | None = None
+    retryable: bool = False
+    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """A verification has ended. `detail` goes to the trace, `evidence` refers to what was
-    looked at.
+    looked at; `retryable` and `attempt` are as in `Proposed`.
     """
 
     end: End
@@ -156,6 +160,8 @@ class Verdict:
     detail: Mapping[str, Json] = field(default_factory=dict)
     evidence: str | None = None
     bound: bool = False
+    retryable: bool = False
+    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,8 +224,8 @@ class InvokeTool:
     """An executable command: what the program made of a proposal after all gates.
 
     Immutable and bound: arguments validated and in normal form, capability (which subject may have
-    which tool called until when), intent key (of a write), state version. `fixed`: chosen by the
-    program.
+    which tool called with what, until when), intent key (of a write), state version. `fixed`:
+    chosen by the program. `attempt` and `after_ms` are those of a retry of a read, see `AskModel`.
     """
 
     tool: str
@@ -227,23 +233,52 @@ class InvokeTool:
     arguments: Mapping[str, Json]
     arguments_hash: str
     state_version: int
-    capability: str
+    capability: Capability
     timeout_ms: int
     deadline_at: int | None = None
     intent_key: str | None = None
     approval: bool = False  # dispatch must consume an approval of exactly this action
     fixed: bool = False
+    attempt: int = 0
+    after_ms: int = 0
+
+    def until(self, deadline_at: int | None) -> InvokeTool:
+        """The same command under the deadline that its run has by now.
+
+        Waiting for a person, or for a pause to end, moves it.
+        """
+        if deadline_at == self.deadline_at:
+            return self
+        capability = replace(self.capability, expires_at=deadline_at)
+        return replace(self, deadline_at=deadline_at, capability=capability)
+
+    def unusable(self, *, subject: str, state_version: int, now: int) -> tuple[Reason, str] | None:
+        """Say why this command may not be executed, with the reason of the stop that follows; None
+        where it may.
+        """
+        if self.state_version != state_version:
+            return Reason.INVALID_PROPOSAL, "state moved on"
+        lacking = self.capability.lacks(
+            subject=subject,
+            tool=self.tool,
+            arguments=self.arguments,
+            intent_key=self.intent_key,
+            now=now,
+        )
+        return None if lacking is None else (Reason.PERMISSION_DENIED, lacking)
 
 
 @dataclass(frozen=True, slots=True)
 class Verify:
     """Check a claim or a postcondition independently; the shell finds the check at the stage's
-    path and pays its price first.
+    path and pays its price first. `attempt` and `after_ms` are those of a retry, see `AskModel`.
     """
 
     claim: Json
     timeout_ms: int
     cost_microusd: int = 0
+    attempt: int = 0
+    after_ms: int = 0
 
 
 class ParkKind(StrEnum):
@@ -325,6 +360,33 @@ class Stage(Protocol):
 
 # ---- what stages share ---------------------------------------------------------------------------
 
+_NO_CHILDREN: Final[Mapping[str, Stage]] = MappingProxyType({})
+
+
+class Leaf(ABC):
+    """A stage without stages below it; it calls no tool unless it says which."""
+
+    __slots__ = ()
+    name: str
+
+    @property
+    def children(self) -> Mapping[str, Stage]:
+        """No stages below."""
+        return _NO_CHILDREN
+
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        """The tools that this stage can call."""
+        return ()
+
+    @abstractmethod
+    def start(self, view: View) -> Move:
+        """Begin."""
+
+    @abstractmethod
+    def on(self, frame: Frame, event: Event, view: View) -> Move:
+        """Go on after an event."""
+
 
 @dataclass(frozen=True, slots=True)
 class Action:
@@ -339,16 +401,22 @@ def executable(
 ) -> InvokeTool:
     """Make the executable command of a call that has passed every gate."""
     contract = tool.contract
+    intent_key = contract.intent_of(checked.model, view.run)
     return InvokeTool(
         tool=contract.name,
         contract_version=contract.version,
         arguments=MappingProxyType(checked.json),
         arguments_hash=arguments_hash(contract.name, checked.json),
         state_version=view.state_version,
-        capability=f"{view.run.principal.subject}:{contract.name}",
+        capability=Capability(
+            view.run.principal.subject,
+            contract.name,
+            resource_of(contract.name, checked.json, intent_key),
+            view.deadline_at,
+        ),
         timeout_ms=min(contract.timeout_ms, view.limits.tool_ms),
         deadline_at=view.deadline_at,
-        intent_key=contract.intent_of(checked.model, view.run),
+        intent_key=intent_key,
         approval=approval,
         fixed=fixed,
     )

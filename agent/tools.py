@@ -10,6 +10,7 @@ arguments and results excepted, which must be pure.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
@@ -19,6 +20,7 @@ from pydantic import AfterValidator, BaseModel
 
 from handrail.agent.canonical import Json, canonical, digest, dumps, normal
 from handrail.agent.errors import InvalidDefinition, NotCanonical
+from handrail.agent.retry import Retry, must_be_retry
 
 FOREVER: Final = 2**53
 SHORTEST_TIMEOUT_MS: Final = 5_000
@@ -26,6 +28,8 @@ DEFAULT_SETTLE_MS: Final = 5_000
 DEFAULT_OUTPUT_BYTES: Final = 64_000
 #: An intent key is indexed: what names a business object and an action is short.
 MAX_INTENT_CHARACTERS: Final = 1_000
+#: A secret that could be tried out would let anybody report.
+SHORTEST_SECRET: Final = 16
 
 
 class SideEffect(StrEnum):
@@ -114,13 +118,17 @@ class ToolContract:
     """The declaration of one tool; see the module. All times are milliseconds.
 
     `key_valid_for_ms`: how long the service honours the intent key (0: it does not; `FOREVER`).
-    `stores_failures`: a refusal is stored under the key and given again. `not_after`: the service
+    `stores_failures`: a refusal is stored under the key and given again, so that none is worth
+    another try. `confirmed_by_query`: a receipt is believed once the tool's query has found what it
+    says, which costs a call more. `not_after`: the service
     refuses a request that arrives after the deadline in it. `settle_after_ms`: how long after the
     last moment to send it a write may still land. `pending_for_ms`: how long the answer "pending"
-    is normal. `intent(arguments, run)` names the business object and the action, never run, step or
-    time. `postcondition(arguments, result)` and `belongs_to(result, run)` judge a result before it
-    enters the state. `public(arguments, result)` gives harmless facts for the trace. `volatile`
-    names fields that take no part in fingerprints and comparisons.
+    is normal. `takeover` names the person or queue that a doubt goes to which no query settles.
+    `retry` makes a read again that failed for a reason that may pass; a replayable call has one by
+    default, a write none. `intent(arguments, run)` names the business object and the action, never
+    run, step or time. `postcondition(arguments, result)` and `belongs_to(result, run)` judge a
+    result before it enters the state. `public(arguments, result)` gives harmless facts for the
+    trace. `volatile` names fields that take no part in fingerprints and comparisons.
     """
 
     name: str
@@ -138,10 +146,13 @@ class ToolContract:
     guarantee: Guarantee | None = None
     key_valid_for_ms: int = 0
     stores_failures: bool = False
+    confirmed_by_query: bool = False
     not_after: bool = False
     can_query: bool = False
     settle_after_ms: int = DEFAULT_SETTLE_MS
     pending_for_ms: int = 60_000
+    takeover: str | None = None
+    retry: Retry | None = None
     max_output_bytes: int = DEFAULT_OUTPUT_BYTES
     volatile: frozenset[str] = frozenset()
     postcondition: Callable[[Arguments, Json], bool] | None = None
@@ -171,8 +182,11 @@ class ToolContract:
             value = getattr(self, unit)
             if type(value) is not int or value < 0:
                 raise InvalidDefinition(self._title, f"{unit} must be a whole number of at least 0")
+        must_be_retry(self._title, self.retry)
         if self.side_effect.writes:
             self._check_write()
+        if self.confirmed_by_query and not (self.side_effect.writes and self.can_query):
+            raise InvalidDefinition(self._title, "confirmed_by_query is for a write with a query")
 
     @property
     def _title(self) -> str:
@@ -202,6 +216,23 @@ class ToolContract:
             raise InvalidDefinition(
                 self._title, "a write that only a person can clear up is of the class irreversible"
             )
+        if not self.can_query and self.takeover is None:
+            raise InvalidDefinition(
+                self._title,
+                "a write must say who finds out about an unknown result, after a time-out or a"
+                " cancellation: a query(arguments, call), or the person or queue in takeover='...'",
+            )
+        if self.side_effect is SideEffect.IRREVERSIBLE and self.approval is Approval.NEVER:
+            raise InvalidDefinition(
+                self._title,
+                "an irreversible write takes an exact confirmation: approval='never' is not for it",
+            )
+        if self.retry is not None:
+            raise InvalidDefinition(
+                self._title,
+                "a write is not made again by a retry policy, since its failure proves nothing: use"
+                " Commit(..., attempts=n) for a service that says 'nothing happened, try again'",
+            )
 
     @property
     def needs_approval(self) -> bool:
@@ -210,6 +241,13 @@ class ToolContract:
         return approval is Approval.ALWAYS or (
             approval is Approval.ON_WRITE and self.side_effect.writes
         )
+
+    @property
+    def retries(self) -> Retry | None:
+        """How a failed call is made again; None where it is not."""
+        if self.retry is None and self.side_effect is SideEffect.REPLAYABLE:
+            return Retry()
+        return self.retry
 
     @property
     def recovery(self) -> str:
@@ -232,9 +270,13 @@ class ToolContract:
             return Invalid(f"{type(error).__name__}: {_first_line(error)}")
 
     def revive(self, arguments: dict[str, Json]) -> Arguments:
-        """Return the input model of arguments that were validated before and stored."""
+        """Return the input model of arguments that were validated before and stored.
+
+        It is the caller's own: a tool may change what it is given, and the next call sees nothing
+        of that.
+        """
         if self.input is None:
-            return arguments
+            return deepcopy(arguments)
         return self.input.model_validate_json(dumps(arguments), strict=True)
 
     def check_output(self, value: object) -> Json:
@@ -299,6 +341,11 @@ _OF_TYPE: Final[tuple[tuple[str, Callable[[Any], bool], str], ...]] = (
     ("approval", lambda value: value is None or isinstance(value, Approval), "an Approval"),
     ("guarantee", lambda value: value is None or isinstance(value, Guarantee), "a Guarantee"),
     (
+        "takeover",
+        lambda value: value is None or (_is_text(value) and bool(value.strip())),
+        "the name of a person or a queue",
+    ),
+    (
         "volatile",
         lambda value: isinstance(value, frozenset) and all(map(_is_text, value)),
         "a set of names",
@@ -326,12 +373,18 @@ class Tool:
     """A contract with its functions, which only the shell calls.
 
     `execute(arguments, call)` performs the call, synchronously or as a coroutine; `query(arguments,
-    call)` asks the service whether the intent took effect and must not change anything.
+    call)` asks the service whether the intent took effect and must not change anything;
+    `shadow(arguments, call)` stands in for a write in a shadow run: it gives the receipt that the
+    service would give, and must not change anything either. `report_secret` is what the service
+    signs its reports with. `compensation` undoes the write where its run is cancelled meanwhile.
     """
 
     contract: ToolContract
     execute: Callable[..., Any]
     query: Callable[..., Any] | None = None
+    shadow: Callable[..., Any] | None = None
+    report_secret: str | None = field(default=None, repr=False)
+    compensation: Compensation | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.contract, ToolContract):
@@ -339,16 +392,92 @@ class Tool:
                 getattr(self.execute, "__name__", "tool"),
                 "a function alone is no tool: declare its contract with fleet.tool(...)",
             )
-        must_be_functions(f"tool {self.name!r}", execute=self.execute, query=self.query)
+        must_be_functions(
+            f"tool {self.name!r}", execute=self.execute, query=self.query, shadow=self.shadow
+        )
+        writes = self.contract.side_effect.writes
+        if self.shadow is not None and not writes:
+            raise InvalidDefinition(
+                f"tool {self.name!r}", "a read needs no shadow: it is made in a shadow run too"
+            )
+        if self.report_secret is not None and not (
+            isinstance(self.report_secret, str)
+            and len(self.report_secret) >= SHORTEST_SECRET
+            and writes
+        ):
+            raise InvalidDefinition(
+                f"tool {self.name!r}",
+                f"report_secret is a text of at least {SHORTEST_SECRET} characters, for a write",
+            )
         if self.contract.can_query != (self.query is not None):
             raise InvalidDefinition(
                 f"tool {self.name!r}", "can_query and the query function must come together"
             )
+        self._check_compensation()
+
+    def _check_compensation(self) -> None:
+        undo: object = self.compensation
+        title = f"tool {self.name!r}"
+        if undo is None:
+            if self.contract.side_effect is SideEffect.COMPENSABLE:
+                raise InvalidDefinition(
+                    title,
+                    "a compensable write must say how it is undone: compensation=Compensation("
+                    "tool=<the tool that undoes it>, arguments=<a function of what was written>)",
+                )
+            return
+        if not isinstance(undo, Compensation):
+            raise InvalidDefinition(title, "compensation must be a Compensation")
+        if not self.contract.side_effect.writes:
+            raise InvalidDefinition(title, "it changes nothing, so that there is nothing to undo")
+        if undo.tool.name == self.name:
+            raise InvalidDefinition(title, "it cannot undo itself")
 
     @property
     def name(self) -> str:
         """The name that a model must give, compared exactly."""
         return self.contract.name
+
+    @property
+    def calls(self) -> int:
+        """How many tool calls must be left for one call of it: those that read what it changes,
+        that confirm it, and that may have to undo it included.
+        """
+        undo = self.compensation
+        undoing = 0 if undo is None else undo.tool.calls + (undo.original is not None)
+        return 1 + self.contract.confirmed_by_query + undoing
+
+
+@dataclass(frozen=True, slots=True)
+class Compensation:
+    """How a write is undone: by another write, with an intent, a key, a query and a time limit of
+    its own.
+
+    `arguments(arguments, result, original, run)` makes the undoing call's arguments of those of the
+    write, its recorded result and what `original` has read; it must be pure. `original(arguments,
+    call)` reads, right before the write is recorded, the state that undoing has to restore; that is
+    a call, too, and must not change anything.
+    """
+
+    tool: Tool
+    arguments: Callable[[Arguments, Json, Json, RunFacts], Mapping[str, Json]]
+    original: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        must_be_tool("a compensation", self.tool)
+        title = f"the compensation by {self.tool.name!r}"
+        if not callable(self.arguments):
+            raise InvalidDefinition(title, "arguments must be a function of what was written")
+        must_be_functions(title, original=self.original)
+        contract = self.tool.contract
+        if not contract.side_effect.writes:
+            raise InvalidDefinition(title, "a write is undone by a write")
+        if contract.needs_approval:
+            raise InvalidDefinition(
+                title, "nobody is asked while a write is undone: declare approval='never'"
+            )
+        if self.tool.compensation is not None:
+            raise InvalidDefinition(title, "what undoes a write has no compensation itself")
 
 
 def must_be_tool(title: str, tool: object) -> None:

@@ -73,8 +73,8 @@ class Workflow:
     `budget` (default: that of `task_type`) and `limits` apply to every run; a run may lower them,
     and raise them only with the permission `budget:raise`. `answer_within_ms` is the answer time
     that the definition promises: a worst case beyond it is refused. That is every model call at its
-    limit, and between any two the longest pause that a loop's retry policy allows; tools take
-    their time from the same deadline.
+    limit, between any two the longest pause that a loop's retry policy allows, and every retry of
+    a tool or a check with its pause; else tools take their time from the same deadline.
     """
 
     name: str
@@ -150,7 +150,7 @@ class Workflow:
 
     @property
     def worst_case_ms(self) -> int:
-        """How long the model calls of a run and the pauses between them can take, in
+        """How long the model calls of a run, the pauses between them and all retries can take, in
         milliseconds.
         """
         calls = self.default_budget.model_calls
@@ -160,12 +160,30 @@ class Workflow:
             model_ms=self.limits.model_ms,
             pauses=max(0, calls - 1),
             pause_ms=max((retry.max_pause_ms for retry in retries), default=0),
+            retries_ms=self._retries_ms(),
         )
+
+    def _retries_ms(self) -> int:
+        """What the retries of tools and checks can add: as many as the tool calls allow."""
+        budget, tool_ms = self.default_budget, self.limits.tool_ms
+        tools = max(
+            (
+                retry.worst_ms(
+                    min(tool.contract.timeout_ms, tool_ms), calls=budget.tool_bound(tool.name)
+                )
+                for tool in self.tools
+                if (retry := tool.contract.retries)
+            ),
+            default=0,
+        )
+        checks = [s.retry for s in self.walk() if isinstance(s, Verify) and s.retry]
+        return tools + sum(retry.worst_ms(tool_ms, calls=retry.attempts) for retry in checks)
 
     @property
     def tools(self) -> tuple[Tool, ...]:
-        """All tools that any stage can call."""
-        return tuple(tool for stage in self.walk() for tool in stage.tools)
+        """All tools that any stage can call, and those that undo what they have written."""
+        called = tuple(tool for stage in self.walk() for tool in stage.tools)
+        return called + tuple(tool.compensation.tool for tool in called if tool.compensation)
 
     def walk(self) -> Iterator[Stage]:
         """Go over all stages below the root, depth first."""
@@ -201,7 +219,7 @@ class Workflow:
         """What a run declares before its first round: stages, actions, how success is checked."""
         return {
             "stages": [stage.name for stage in self.stages],
-            "actions": [*sorted({tool.name for tool in self.tools})],
+            "actions": [*sorted({tool.name for s in self.walk() for tool in s.tools})],
             "success": [
                 stage.name for stage in self.walk() if callable(getattr(stage, "verify", None))
             ],

@@ -3,6 +3,9 @@
 A run of `steps` steps is `steps - 1` rounds with a call of the tool and one with the claim that the
 work is done. The tool's result is the instant of its call, so that the ledger itself holds when
 each step was at work, and measuring costs the step nothing. `wait_ms` is how long the model takes.
+
+A run of the other workflow writes once, and its service never answers: it is in doubt until the
+service is queried, which takes a millisecond.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from handrail.gateway.model import COMPLETE, ModelEvent, ModelRequest, Stop, Too
 from handrail.settings import Settings
 
 WORKFLOW = "bench"
+DOUBTFUL = "doubtful"
+QUERY_S = 0.001
 MAX_STEPS = 1_000
 
 
@@ -45,6 +50,24 @@ class NoModel:
         yield Stop("end")
 
 
+class Payer:
+    """A model that writes, and then claims that the work is done."""
+
+    async def stream(self, request: ModelRequest) -> AsyncIterator[ModelEvent]:
+        """Propose the write, or claim completion."""
+        if request.observation_count == 0:
+            yield ToolCall("call", "pay", {"number": 1})
+        else:
+            yield ToolCall("call", COMPLETE, {"answer": "done"})
+        yield Stop("end")
+
+
+async def find_payment(arguments: Call, call: object) -> dict[str, int]:
+    """The service's answer to a query, over a network."""
+    await asyncio.sleep(QUERY_S)
+    return {"number": arguments.number}
+
+
 async def holds(claim: object, call: object) -> bool:
     """Verify nothing: what a check costs is the application's."""
     return True
@@ -59,12 +82,26 @@ def bench_fleet(settings: Settings | None = None) -> Fleet:
         """Say when it was called."""
         return {"number": arguments.number, "at_ns": time.monotonic_ns()}
 
+    @fleet.tool(
+        side_effect="idempotent",
+        approval="never",
+        intent=lambda arguments, run: f"pay:{run.run_id}",
+        guarantee="unique-constraint",
+        query=find_payment,
+    )
+    async def pay(arguments: Call, call: object) -> dict[str, int]:
+        """Write, and never hear of it."""
+        raise ConnectionError("no answer")
+
     fleet.model("default", NoModel())
+    fleet.model("payer", Payer())
     budget = Budget(
         steps=MAX_STEPS, model_calls=MAX_STEPS, tool_calls=MAX_STEPS, deadline_ms=600_000
     )
     loop = AgentLoop(name="loop", actions=(touch,), verify=holds)
     fleet.workflow(Workflow(name=WORKFLOW, stages=[loop], budget=budget))
+    paying = AgentLoop(name="loop", actions=(pay,), model="payer", verify=holds)
+    fleet.workflow(Workflow(name=DOUBTFUL, stages=[paying], budget=budget))
     return fleet
 
 

@@ -24,12 +24,14 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.anchor import Anchor
-from benchmarks.deployment import Deployment
+from benchmarks.deployment import Deployment, NotCompleted
 from benchmarks.fleet import called_at_ns
 from benchmarks.processes import Family, Load
+from handrail.reconciler.sweep import BATCH
 from handrail.testing.services import EmbeddedPostgres
 
-PARTS = ("steps", "latency", "enqueue", "flat", "waiting")
+EVERY_S = 0.1  # between fresh runs
+PARTS = ("steps", "latency", "enqueue", "flat", "waiting", "sweep", "backlog")
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,10 @@ class Size:
     waiting_runs: int = 300
     waiting_steps: int = 5
     waiting_ms: int = 1_000
+    sweeps: int = 200
+    sweeps_due: int = 30
+    many_finished: int = 1_000_000
+    doubts: int = 100_000
 
 
 #: Shows that everything still runs; its figures mean nothing.
@@ -66,6 +72,10 @@ SHORT = Size(
     waiting_runs=30,
     waiting_steps=2,
     waiting_ms=200,
+    sweeps=20,
+    sweeps_due=3,
+    many_finished=1_000,
+    doubts=200,
 )
 
 
@@ -163,12 +173,7 @@ class Bench:
                 fleet.fleet.wait(run_id, timeout_s=60, poll_s=0.5)
                 at = called_at_ns(fleet.fleet, run_id)
                 gaps += [(b - a) / 1e6 for a, b in pairwise(at)]
-            first: list[float] = []
-            for _ in range(size.first_steps):
-                began = time.monotonic_ns()
-                run_id = fleet.enqueue(steps=2)
-                fleet.fleet.wait(run_id, timeout_s=60)
-                first.append((called_at_ns(fleet.fleet, run_id)[0] - began) / 1e6)
+            first = self._first_steps_ms(fleet, fleet.enqueue, size.first_steps)
         gaps.sort()
         self.add("step to step p50, ms", database, statistics.median(gaps), bounds[0])
         self.add("step to step p99, ms", database, gaps[int(len(gaps) * 0.99)], bounds[1])
@@ -213,6 +218,113 @@ class Bench:
         ideal_s = size.waiting_steps * size.waiting_ms / 1000
         name = f"{size.waiting_runs} waiting runs: wall ÷ ideal"
         self.add(name, database, load.wall_s / ideal_s, 1.5)
+
+    def sweep(self, database: str) -> None:
+        """What a sweep costs that finds nothing, and one that finds much, whatever is finished."""
+        size = self.size
+        with self.deployment(database, workers=1) as fleet:
+            empty = self._looks_ms(fleet)
+            fleet.seed_finished(size.many_finished)
+            full = self._looks_ms(fleet)
+        for name, took_ms in empty.items():
+            self.add(f"{name}, ms", database, took_ms)
+            more = f"{name}: {size.many_finished:,} finished runs ÷ none"
+            self.add(more, database, full[name] / took_ms, 1.5)
+
+    def backlog(self, database: str) -> None:
+        """Very many effects in doubt, all due at once, while fresh runs come in."""
+        size = self.size
+        with self.deployment(database) as fleet:
+            idle = self._first_steps_ms(fleet, fleet.enqueue, size.first_steps)
+            fleet.seed_doubts(size.doubts)
+            fleet.start_sweeper()
+            began = time.monotonic()
+            fresh: list[tuple[int, str]] = []
+            lost: list[tuple[int, str]] = []
+            while fleet.is_in_doubt():
+                fresh.append(_enqueued(fleet.enqueue))
+                if len(fresh) % 10 == 0:
+                    lost.append(_enqueued(fleet.enqueue_lost))
+                time.sleep(EVERY_S)
+            settled_s = time.monotonic() - began
+            fleet.until_completed(size.doubts)
+            ended_s = time.monotonic() - began
+            meanwhile, found = _took_ms(fleet, fresh), _took_ms(fleet, lost)
+        of = f"{size.doubts:,} effects in doubt"
+        self.add(f"{of}: settled a second", database, size.doubts / settled_s)
+        self.add(f"{of}: until all are settled, s", database, settled_s)
+        self.add(f"{of}: until all their runs have ended, s", database, ended_s)
+        for share, name in ((0.5, "p50"), (0.99, "p99")):
+            took, usual = _quantile(meanwhile, share), _quantile(idle, share)
+            self.add(f"enqueue to first step meanwhile {name}, ms", database, took)
+            self.add(f"enqueue to first step {name}: meanwhile ÷ idle", database, took / usual)
+            if found:
+                name = f"lost message to first step meanwhile {name}, ms"
+                self.add(name, database, _quantile(found, share))
+
+    # ---- inside -----------------------------------------------------------------------------
+
+    def _first_steps_ms(
+        self, fleet: Deployment, enqueue: Callable[..., str], times: int
+    ) -> list[float]:
+        """How long it takes from accepting a run to the first call of its tool; of runs that come
+        at their own time, not when the one before has ended.
+        """
+        enqueued = []
+        for _ in range(times):
+            enqueued.append(_enqueued(enqueue))
+            time.sleep(EVERY_S)
+        return _took_ms(fleet, enqueued)
+
+    def _looks_ms(self, fleet: Deployment) -> dict[str, float]:
+        """How long a sweep takes, and a look at the figures; the middle of many."""
+        ledger = fleet.fleet.ledger
+        reconciler = fleet.fleet.make_reconciler(publish=lambda messages: None)
+        fleet.settle_down()
+        took = {
+            "an idle sweep": _median_ms(reconciler.sweep, self.size.sweeps),
+            "the doctor's figures": _median_ms(ledger.figures, self.size.sweeps),
+        }
+        due = [fleet.enqueue_lost(steps=2) for _ in range(BATCH)]
+
+        def batch() -> None:
+            if reconciler.sweep() != BATCH:
+                raise NotCompleted("the sweep has not found what was due")
+
+        took[f"a sweep that publishes {BATCH} runs"] = _median_ms(
+            batch, self.size.sweeps_due, before=lambda: fleet.wake(*due)
+        )
+        for run_id in due:
+            fleet.fleet.cancel(run_id)
+        return took
+
+
+def _enqueued(enqueue: Callable[..., str]) -> tuple[int, str]:
+    began = time.monotonic_ns()
+    return began, enqueue(steps=2)
+
+
+def _took_ms(fleet: Deployment, enqueued: list[tuple[int, str]]) -> list[float]:
+    """From when runs were enqueued to the first calls of their tools."""
+    for _, run_id in enqueued:
+        fleet.fleet.wait(run_id, timeout_s=60)
+    return [(called_at_ns(fleet.fleet, run)[0] - began) / 1e6 for began, run in enqueued]
+
+
+def _quantile(values: list[float], share: float) -> float:
+    return sorted(values)[int(len(values) * share)]
+
+
+def _median_ms(
+    act: Callable[[], object], times: int, *, before: Callable[[], object] = lambda: None
+) -> float:
+    took = []
+    for _ in range(times):
+        before()
+        began = time.perf_counter()
+        act()
+        took.append((time.perf_counter() - began) * 1000)
+    return statistics.median(took)
 
 
 def table_of(figures: list[Figure]) -> Table:

@@ -14,7 +14,14 @@ from urllib.parse import urlsplit
 from celery import Celery
 from kombu import Exchange, Queue
 
-from handrail.broker.message import STEP_TASK, STEPS_QUEUE, BadMessage, StepMessage
+from handrail.broker.message import (
+    RECONCILE_QUEUE,
+    STEP_TASK,
+    STEPS_QUEUE,
+    SWEEP_TASK,
+    BadMessage,
+    StepMessage,
+)
 from handrail.broker.pool import (
     DEFAULT_DRAIN_SECONDS,
     DEFAULT_HOST_THREADS,
@@ -44,7 +51,6 @@ __all__ = [
     "verify_server",
 ]
 
-RECONCILE_QUEUE: Final = "handrail.reconcile"
 HOST_QUEUE: Final = "handrail.host"  # not Celery's "celery": another app may live on that Redis
 LOOP_POOL: Final = "handrail.broker.pool:LoopPool"
 SOCKET_TIMEOUT_S: Final = 2.0  # above the consumer's blocking pop of 1 s, which it must not break
@@ -131,6 +137,21 @@ def register_step(app: Celery, handler: Callable[[StepMessage], Awaitable[None]]
             await handler(message)
 
     return app.register_task(StepTask())
+
+
+def sweep_entry(every_s: float) -> dict[str, Any]:
+    """What a beat sends, of whatever app on this broker: every message is as good as another.
+
+    While no worker takes them they do not pile up: RabbitMQ drops them after a while by the
+    message's own lifetime, our Redis transport keeps the newest few.
+    """
+    options = {
+        "queue": RECONCILE_QUEUE,
+        "serializer": "json",
+        "ignore_result": True,
+        "expiration": max(10.0, 5 * every_s),
+    }
+    return {"task": SWEEP_TASK, "schedule": every_s, "options": options}
 
 
 def _queue(name: str) -> Queue:

@@ -18,6 +18,8 @@ from handrail.agent.errors import BadInput
 
 STEP_TASK: Final = "handrail.step"
 STEPS_QUEUE: Final = "handrail.steps"
+SWEEP_TASK: Final = "handrail.reconcile.sweep"
+RECONCILE_QUEUE: Final = "handrail.reconcile"
 MAX_MESSAGE_BYTES: Final = 16_384  # ours have a few hundred
 RUN_ID_PATTERN: Final = r"^[A-Za-z0-9_-]{1,64}$"
 TRACEPARENT_PATTERN: Final = r"^00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$"  # W3C trace context

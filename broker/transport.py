@@ -16,7 +16,11 @@ from kombu.transport import redis as kombu_redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from handrail.broker.message import RECONCILE_QUEUE
 from handrail.broker.refusals import REFUSALS
+
+#: A wish to sweep is as good as any other: while no worker takes them, the newest few are kept.
+MOST_SWEEPS_WAITING: Final = 20
 
 # What a broken connection raises, and an empty queue: Celery knows what to do. Without KeyError,
 # which kombu counts among them, so that a message without a key makes a worker reconnect.
@@ -46,6 +50,12 @@ class Channel(kombu_redis.Channel):
         except Exception as error:  # of whatever kind: kombu's JSON makes Decimals, dates, UUIDs
             REFUSALS.note("bad-message", "transport", f"no envelope ({type(error).__name__})")
             return True
+
+    def _put(self, queue: str, message: dict[str, Any], **options: Any) -> None:
+        super()._put(queue, message, **options)
+        if queue == RECONCILE_QUEUE:
+            with self.conn_or_acquire() as client:  # which does not prefix the key of this command
+                client.ltrim(f"{self.global_keyprefix}{queue}", 0, MOST_SWEEPS_WAITING - 1)
 
     def finish_pop(self) -> None:
         """Wait for the answer to a pop that is under way; what it brings goes back to its queue."""

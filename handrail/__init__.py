@@ -15,12 +15,13 @@ if TYPE_CHECKING:
     from handrail.agent.errors import ToolRefused, ToolUnclear
     from handrail.agent.fixed import Deny, Done, HandOff, Proceed
     from handrail.agent.loop import NoProgress
-    from handrail.agent.retry import ModelRetry
+    from handrail.agent.retry import ModelRetry, Retry
     from handrail.agent.stage import Action, Checked
     from handrail.agent.status import Reason
-    from handrail.agent.tools import FOREVER, Permit, Principal, RunFacts
+    from handrail.agent.tools import FOREVER, Compensation, Permit, Principal, RunFacts
     from handrail.agent.workflow import AgentLoop, Check, Commit, Confirm, Read, Verify, Workflow
     from handrail.fleet import Fleet
+    from handrail.reports import sign_report
     from handrail.tasks.calls import ToolCall
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "Check",
     "Checked",
     "Commit",
+    "Compensation",
     "Confirm",
     "Deny",
     "Done",
@@ -43,12 +45,14 @@ __all__ = [
     "Proceed",
     "Read",
     "Reason",
+    "Retry",
     "RunFacts",
     "ToolCall",
     "ToolRefused",
     "ToolUnclear",
     "Verify",
     "Workflow",
+    "sign_report",
 ]
 
 _HOME = {
@@ -59,6 +63,7 @@ _HOME = {
     "Check": "handrail.agent.workflow",
     "Checked": "handrail.agent.stage",
     "Commit": "handrail.agent.workflow",
+    "Compensation": "handrail.agent.tools",
     "Confirm": "handrail.agent.workflow",
     "Deny": "handrail.agent.fixed",
     "Done": "handrail.agent.fixed",
@@ -71,12 +76,14 @@ _HOME = {
     "Proceed": "handrail.agent.fixed",
     "Read": "handrail.agent.workflow",
     "Reason": "handrail.agent.status",
+    "Retry": "handrail.agent.retry",
     "RunFacts": "handrail.agent.tools",
     "ToolCall": "handrail.tasks.calls",
     "ToolRefused": "handrail.agent.errors",
     "ToolUnclear": "handrail.agent.errors",
     "Verify": "handrail.agent.workflow",
     "Workflow": "handrail.agent.workflow",
+    "sign_report": "handrail.reports",
 }
 
 

@@ -18,6 +18,7 @@ import time
 import types
 import typing
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Final
@@ -38,10 +39,14 @@ from handrail.agent.errors import (
     TryLater,
 )
 from handrail.agent.loop import AgentLoop
-from handrail.agent.machine import RunState
-from handrail.agent.protocol import Locked, Ruling
+from handrail.agent.machine import Mode, RunState
+from handrail.agent.pauses import Pause, checked_scope, checked_words
+from handrail.agent.protocol import Locked, Reported, Ruling
+from handrail.agent.stage import End
+from handrail.agent.status import RunStatus
 from handrail.agent.tools import (
     Approval,
+    Compensation,
     Guarantee,
     Principal,
     SideEffect,
@@ -54,37 +59,42 @@ from handrail.agent.workflow import Workflow
 from handrail.broker.app import (
     make_app,
     register_step,
+    sweep_entry,
     verify_app,
     verify_redis,
     verify_server,
 )
 from handrail.broker.loop import shared_loop
-from handrail.broker.message import TRACEPARENT_PATTERN, StepMessage
+from handrail.broker.message import SWEEP_TASK, TRACEPARENT_PATTERN, StepMessage
 from handrail.broker.publish import Publisher, PublishFailed
 from handrail.broker.signal import CancelSignal
 from handrail.broker.verify import UnsafeConfiguration
 from handrail.gateway.model import ModelGateway, Planner
-from handrail.ledger.database import ConnectionLost
-from handrail.ledger.errors import DatabaseUnavailable, NothingToApprove, UnknownRun
+from handrail.ledger.errors import NothingToApprove, UnknownRun
 from handrail.ledger.ledger import Ledger, NewRun, Ruled
 from handrail.ledger.lock import IntentLock, LocalLock, RedisLock
 from handrail.ledger.rows import escaped
 from handrail.ledger.schema import check_migrated
 from handrail.reconciler.sweep import Reconciler
+from handrail.reconciler.timer import SweepTimer
+from handrail.reports import checked as checked_report
+from handrail.reports import receive
 from handrail.runs import Run, run_of
 from handrail.settings import Settings
 from handrail.shared_valkey import SharedValkey, find
-from handrail.tasks.calls import Called, ToolCall, call, in_thread
+from handrail.tasks.calls import GivenUp, ToolCall, call, in_thread
 from handrail.tasks.runtime import Runtime, message_of
 from handrail.tasks.step import run_step
 
 log = logging.getLogger("handrail")
-SWEEP_TASK: Final = "handrail.reconcile.sweep"
+#: Threads, and so connections, by which a sweep asks PostgreSQL about many runs in doubt.
+SWEEP_HANDS: Final = 4
 _RUN_ID: Final = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
 _NAME: Final = re.compile(r"[A-Za-z0-9_.:@-]{1,128}\Z")
 _MAX_GOAL: Final = 20_000
 _MAX_DEDUPE_KEY: Final = 1_000  # it is indexed
 _MAX_INPUT: Final = 256_000
+_MAX_LISTED: Final = 10_000
 
 
 @dataclass(eq=False)
@@ -108,6 +118,18 @@ class InvalidRun(BadInput):
     """A run cannot be enqueued as it was asked for; nothing was written."""
 
     code: ClassVar[str] = "invalid-run"
+    field: str
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.problem}"
+
+
+@dataclass(eq=False)
+class InvalidQuery(BadInput):
+    """What was asked for cannot be looked up."""
+
+    code: ClassVar[str] = "invalid-query"
     field: str
     problem: str
 
@@ -213,6 +235,9 @@ class Fleet:
         name: str | None = None,
         *,
         query: Callable[..., Any] | None = None,
+        shadow: Callable[..., Any] | None = None,
+        report_secret: str | None = None,
+        compensation: Compensation | None = None,
         **contract: Any,
     ) -> Callable[[Callable[..., Any]], Tool]:
         """Declare a tool: a decorator that turns a function into a `Tool` with an executable
@@ -221,8 +246,9 @@ class Fleet:
         The function takes (arguments, call): its input model, or a plain dict where the first
         parameter has no pydantic annotation, and a `ToolCall`. It returns the result (its output
         model, or a JSON value), raises `ToolRefused` to say that nothing happened, `ToolUnclear`
-        where it does not know. The other parameters are those of `ToolContract`; enumerations may
-        be given as text. Whatever is not declared has the most conservative default. Raises
+        where it does not know. `query`, `shadow`, `report_secret` and `compensation` are described
+        at `Tool`. The other parameters are those of `ToolContract`; enumerations may be given as
+        text. Whatever is not declared has the most conservative default. Raises
         `InvalidDefinition`.
         """
         if callable(name):
@@ -245,7 +271,14 @@ class Fleet:
                 )
             except TypeError as error:
                 raise InvalidDefinition(f"tool {title!r}", str(error)) from None
-            tool = Tool(declared, function, query)
+            tool = Tool(
+                declared,
+                function,
+                query,
+                shadow=shadow,
+                report_secret=report_secret,
+                compensation=compensation,
+            )
             if title in self._tools:
                 raise InvalidDefinition(f"tool {title!r}", "it is declared twice")
             self._tools[title] = tool
@@ -294,13 +327,15 @@ class Fleet:
         dedupe_key: str | None = None,
         run_id: str | None = None,
         traceparent: str | None = None,
+        mode: Mode | str = Mode.LIVE,
     ) -> str:
         """Accept a run and publish its first step; returns the run's id.
 
         Everything is checked before anything is written: an unknown workflow, a malformed goal or
         input, a budget that is negative, fractional or missing each raise an error with a stable
         code. A broker that is down is no error: the run is accepted, and the sweep publishes it.
-        With a `dedupe_key` (unique within the tenant) a double click is one run.
+        With a `dedupe_key` (unique within the tenant) a double click is one run. With
+        `mode="shadow"` the run does everything but dispatch: its trace shows what it would write.
         """
         new = self._new_run(
             workflow,
@@ -313,6 +348,7 @@ class Fleet:
             dedupe_key=dedupe_key,
             run_id=run_id,
             traceparent=traceparent,
+            mode=mode,
         )
         inserted = self.ledger.insert_run(new)
         if inserted.due is not None:
@@ -332,6 +368,7 @@ class Fleet:
         dedupe_key: str | None,
         run_id: str | None,
         traceparent: str | None,
+        mode: Mode | str,
     ) -> NewRun:
         workflow = self._latest.get(name) if isinstance(name, str) else None
         if workflow is None:
@@ -364,6 +401,8 @@ class Fleet:
             raise InvalidRun(
                 "traceparent", "give it as W3C trace context says: 00-<trace>-<span>-01"
             )
+        if mode not in tuple(Mode):
+            raise InvalidRun("mode", f"{mode!r} is none of: {', '.join(Mode)}")
         chosen = self._budget(workflow, budget, who)
         calls = _limits(workflow, limits, who)
         state = RunState(
@@ -374,6 +413,7 @@ class Fleet:
             goal=goal,
             principal=who,
             input=_checked_input(workflow, input),
+            mode=Mode(mode),
             budget=chosen,
             limits=calls,
             left=BudgetLeft.full(chosen),
@@ -384,6 +424,7 @@ class Fleet:
             "declared": workflow.declared(),
             "budget": normal(chosen.to_json()),
             "subject": who.subject,
+            "mode": state.mode.value,
         }
         phase = Phase.RESUME
         first = workflow.stages[0]
@@ -447,7 +488,13 @@ class Fleet:
     def runs(
         self, *, status: str | None = None, workflow: str | None = None, limit: int = 50
     ) -> list[Run]:
-        """List runs, newest first."""
+        """List runs, newest first. Raises `InvalidQuery`."""
+        if type(limit) is not int or not 1 <= limit <= _MAX_LISTED:
+            raise InvalidQuery("limit", f"give a whole number of 1 to {_MAX_LISTED}")
+        if status is not None and status not in tuple(RunStatus):
+            raise InvalidQuery("status", f"give one of: {', '.join(RunStatus)}")
+        if workflow is not None and not (isinstance(workflow, str) and workflow.isprintable()):
+            raise InvalidQuery("workflow", "give the name of a workflow")
         rows = self.ledger.list_runs(status=status, workflow=workflow, limit=limit)
         return [self.get(row["id"]) for row in rows]
 
@@ -475,7 +522,7 @@ class Fleet:
 
     def cancel(self, run_id: str | Run) -> Run:
         """Wish a run to be cancelled: nothing new is started; what is in flight is resolved, not
-        denied.
+        denied, and a write that proves to have happened is undone where its tool says how.
 
         Returns the run as it is right after: `cancelled`, `cancelling`, or `reconciling` where the
         outcome of a write is not known yet. A run that has ended is returned as it is.
@@ -506,6 +553,77 @@ class Fleet:
     def answer(self, run: str | Run, text: str, *, author: str = "user") -> Run:
         """Answer the question that a run has asked; it goes on with the time it had left."""
         return self._decide(run, lambda locked: protocol.answer(locked, text=text, author=author))
+
+    def pause(
+        self, scope: str = "fleet", name: str = "", *, reason: str, by: str = "operator"
+    ) -> Pause:
+        """Let nothing be dispatched any more in a `scope`: fleet, tenant, workflow or tool.
+
+        `name` says which (of a fleet: none). A dispatch that is committed already goes on, and so
+        do reads, queries and outcomes. A run whose write is held back waits without using its
+        working time; its hard expiry does not pause. Raises `InvalidPause`.
+        """
+        checked, named = checked_scope(scope, name)
+        why, who = checked_words(reason, by)
+        return self.ledger.pause(checked, named, reason=why, by=who)
+
+    def resume(self, scope: str = "fleet", name: str = "") -> bool:
+        """Lift a pause; what waits on it goes on. Returns whether there was one."""
+        return self.ledger.resume(*checked_scope(scope, name))
+
+    @property
+    def tools_known(self) -> frozenset[str]:
+        """The names of the tools that are declared here."""
+        return frozenset(self._tools)
+
+    @property
+    def workflows_known(self) -> frozenset[str]:
+        """The names of the workflows that are registered here."""
+        return frozenset(self._latest)
+
+    def pauses(self) -> list[Pause]:
+        """List the pauses in force, the automatic ones included: a tool of which too many effects
+        are unknown (`max_open_unknowns`) is sent nothing new until they are settled.
+        """
+        return self.ledger.pauses()
+
+    def report(
+        self,
+        intent_key: str,
+        answer: str,
+        evidence: Json = None,
+        *,
+        tenant: str | None = None,
+        report_id: str,
+        sent_at: int,
+        signature: str,
+    ) -> Reported:
+        """Take a provider's own word about an intent, from its signed webhook; see `sign_report`.
+
+        `answer` is "applied", with the provider's record as `evidence`, "absent" or "pending";
+        `sent_at` is in milliseconds since the epoch. A record settles a doubt, or opens one where
+        absence was believed; whatever else is said is kept as evidence. The same `report_id` counts
+        once. Raises a `ReportRefused` where the report does not count; nothing was changed then.
+        """
+        found = checked_report(
+            intent_key=intent_key,
+            answer=answer,
+            evidence=evidence,
+            tenant=self.settings.tenant if tenant is None else tenant,
+            report_id=report_id,
+            sent_at=sent_at,
+        )
+        declared = [*self._tools.values(), *(t for w in self.workflows.values() for t in w.tools)]
+        known = {tool.report_secret for tool in declared if tool.report_secret}
+        return receive(
+            found,
+            signature,
+            ledger=self.ledger,
+            workflows=self.workflows,
+            secrets=known,
+            max_stall_ms=self.settings.max_stall_ms,
+            send=lambda due: None if due is None else self._publish([message_of(due)]),
+        )
 
     def _decide(self, run: str | Run, decide: Callable[[Locked], Ruling | None]) -> Run:
         ruled = self.ledger.rule(_id(run), decide)
@@ -544,8 +662,9 @@ class Fleet:
         """
         limit = time.monotonic() + timeout_s
         queue: list[StepMessage] = []
-        runtime = self.make_runtime(publish=queue.extend, lock=LocalLock())
-        reconciler = self.make_reconciler(publish=queue.extend)
+        lock = LocalLock()
+        runtime = self.make_runtime(publish=queue.extend, lock=lock)
+        reconciler = self.make_reconciler(publish=queue.extend, lock=lock)
         self._driving.append(runtime)
         try:
             while True:
@@ -576,7 +695,12 @@ class Fleet:
         url = self.settings.database
         if not self.settings.database_url:
             self.upgrade_database()
-        ledger = Ledger(url, lease_ms=self.settings.lease_ms, clock=self._clock)
+        ledger = Ledger(
+            url,
+            clock=self._clock,
+            lease_ms=self.settings.lease_ms,
+            max_open_unknowns=self.settings.max_open_unknowns,
+        )
         if ledger.database.in_memory:
             from handrail.ledger import migrate  # here: a worker never needs what it imports
 
@@ -610,23 +734,24 @@ class Fleet:
         register_step(app, self._handle)
 
         def sweep() -> None:  # not the method: Celery counts its `self` among a message's arguments
-            self._sweep()
+            self._reconciler.tick(every_s=self.settings.sweep_every_s)
 
         # Not shared: every other Celery app of the process, the host's too, would get this sweep.
         app.task(name=SWEEP_TASK, ignore_result=True, max_retries=0, shared=False)(sweep)
-        app.conf.beat_schedule = {
-            "handrail-sweep": {
-                "task": SWEEP_TASK,
-                "schedule": self.settings.sweep_every_s,
-                "options": {"ignore_result": True},
-            }
-        }
+        app.conf.beat_schedule = self.beat_schedule()
         setattr(app, "handrail_drain", self._drain)  # noqa: B010  # the pool's hook; no attribute of Celery
         worker_init.connect(self._on_worker_init, weak=False)
         worker_ready.connect(self._on_worker_ready, weak=False)
         worker_shutdown.connect(self._on_worker_shutdown, weak=False)
         worker_process_shutdown.connect(self._on_worker_shutdown, weak=False)
         return app
+
+    def beat_schedule(self) -> dict[str, Any]:
+        """What Celery's beat sends for this fleet, to be merged into any app's `beat_schedule`.
+
+        That app needs none of this fleet's code: only the same broker, with the same key prefix.
+        """
+        return {"handrail-sweep": sweep_entry(self.settings.sweep_every_s)}
 
     def verify(self, *, worker: bool = False) -> None:
         """Check what a process needs before it starts: database, broker, settings. Raises what
@@ -658,24 +783,34 @@ class Fleet:
         )
 
     def make_reconciler(
-        self, *, publish: Callable[[Sequence[StepMessage]], object] | None = None
+        self,
+        *,
+        publish: Callable[[Sequence[StepMessage]], object] | None = None,
+        lock: IntentLock | None = None,
+        hands: int = 0,
     ) -> Reconciler:
-        """Build a reconciler on this fleet's ledger."""
+        """Build a reconciler on this fleet's ledger; `hands` threads ask that for it."""
         return Reconciler(
             ledger=self.ledger,
             workflows=self.workflows,
-            publish=publish or self._publish,
+            publish=publish or self._deliver,
             ask=ask_bounded,
+            lock=lock or self._lock(),
             max_stall_ms=self.settings.max_stall_ms,
             max_attempts=self.settings.max_attempts,
+            queries=self.settings.queries_at_once,
+            hands=hands,
         )
+
+    def make_sweeper(self) -> Reconciler:
+        """Build a reconciler for a process that sweeps for the whole fleet."""
+        # SQLite has one writer at a time: more hands would only stand in each other's way.
+        return self.make_reconciler(hands=SWEEP_HANDS if self.ledger.database.postgres else 0)
 
     def close(self) -> None:
         """Close what this process has opened."""
-        for name in ("_cancel_signal", "_runtime", "_publisher", "ledger"):
-            part = self.__dict__.pop(name, None)
-            if part is not None:
-                part.close()
+        self._close("_sweep_timer", "_reconciler", "_cancel_signal", "_runtime", "_publisher")
+        self._close("ledger")
 
     @cached_property
     def _runtime(self) -> Runtime:
@@ -683,7 +818,11 @@ class Fleet:
 
     @cached_property
     def _reconciler(self) -> Reconciler:
-        return self.make_reconciler()
+        return self.make_sweeper()
+
+    @cached_property
+    def _sweep_timer(self) -> SweepTimer:
+        return SweepTimer(self.make_sweeper(), every_s=self.settings.sweep_every_s)
 
     @cached_property
     def _publisher(self) -> Publisher:
@@ -711,6 +850,12 @@ class Fleet:
         except PublishFailed as error:
             log.warning("[%s] %s", error.code, error)
 
+    def _deliver(self, messages: Sequence[StepMessage]) -> None:
+        """Publish, or raise what kept it from being done: `NoBroker`, `PublishFailed`."""
+        if not self._reach.broker_url:
+            raise NoBroker
+        self._publisher.publish(messages)
+
     def _signal(self, run_id: str) -> None:
         if self._reach.redis:
             self._cancel_signal.send(run_id)
@@ -720,14 +865,11 @@ class Fleet:
     async def _handle(self, message: StepMessage) -> None:
         await run_step(self._runtime, message)
 
-    def _sweep(self) -> None:
-        try:
-            self._reconciler.sweep_until_quiet(rounds=20)
-            self.ledger.beat("sweep", "reconciler")
-        except (ConnectionLost, DatabaseUnavailable) as error:
-            log.warning("nothing was swept (%s); the next sweep finds what is due", error)
-
     def _drain(self, timeout_s: float) -> None:
+        for name in ("_sweep_timer", "_reconciler"):
+            part: SweepTimer | Reconciler | None = self.__dict__.get(name)
+            if part is not None:
+                part.stop()
         self._runtime.drain(timeout_s)
 
     def _on_worker_init(self, **_: object) -> None:
@@ -741,9 +883,14 @@ class Fleet:
         runtime = self._runtime
         if self._reach.redis:
             self._cancel_signal.listen(runtime.cancel_signalled)
+        if self.settings.sweep_in_workers:
+            self._sweep_timer.start()
 
     def _on_worker_shutdown(self, **_: object) -> None:
-        for name in ("_cancel_signal", "_runtime"):
+        self._close("_sweep_timer", "_reconciler", "_cancel_signal", "_runtime")
+
+    def _close(self, *names: str) -> None:
+        for name in names:
             part = self.__dict__.pop(name, None)
             if part is not None:
                 part.close()
@@ -758,26 +905,27 @@ _NO_OPTIONS: Final[dict[str, Any]] = {
     "dedupe_key": None,
     "run_id": None,
     "traceparent": None,
+    "mode": Mode.LIVE,
 }
 
 
 def ask_bounded(
     function: Callable[..., Any], arguments: Any, context: ToolCall, limit_ms: int
-) -> Any:
-    """Ask a query under its time limit, on the process's event loop or in a thread of its own."""
+) -> Future[Any]:
+    """Begin a query under its time limit, on the process's event loop or in a thread of its own."""
 
-    async def ask() -> Called:
+    async def ask() -> Any:
         never = asyncio.get_running_loop().create_future()
-        return await call(
+        done = await call(
             function, arguments, context, limit_ms=limit_ms, wish=never, aborted=context.aborted
         )
+        if done.error is not None:
+            raise done.error
+        if done.end is not End.RETURNED:
+            raise GivenUp(limit_ms, done.late)
+        return done.value
 
-    done = shared_loop().submit(ask()).result()
-    if done.error is not None:
-        raise done.error
-    if done.end.value != "returned":
-        raise TimeoutError(f"no answer within {limit_ms} ms")
-    return done.value
+    return shared_loop().submit(ask())
 
 
 def _let_celery_find(module: dict[str, Any]) -> None:

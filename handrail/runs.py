@@ -44,6 +44,7 @@ class Run:
     remaining_ms: int | None
     cancel_requested: bool
     traceparent: str | None = None
+    mode: str = "live"
 
     @property
     def ended(self) -> bool:
@@ -80,6 +81,7 @@ class Run:
             "tenant": self.tenant,
             "workflow": self.workflow,
             "workflow_version": self.workflow_version,
+            "mode": self.mode,
             "goal": self.goal,
             "status": self.status,
             "reason": self.reason,
@@ -124,10 +126,12 @@ def run_of(row: Mapping[str, Any]) -> Run:
         observation_count=state.observation_count,
         outputs=copy.deepcopy(dict(state.outputs)),
         budget_left=left,
-        budget_used={name: limits[name] - left[name] for name in left if name in limits},
+        budget_used={name: limits[name] - left[name] for name in left if name in limits}
+        | {"tool_calls": state.tool_calls},
         created_at=row["created_at"],
         deadline_at=deadline_at,
         remaining_ms=remaining,
         cancel_requested=row["cancel_requested_at"] is not None,
         traceparent=row["traceparent"],
+        mode=state.mode.value,
     )

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from handrail.agent.errors import BadInput
+from handrail.agent.pauses import DEFAULT_MAX_OPEN_UNKNOWNS
 
 SCHEMES: Final = (
     "redis",
@@ -66,6 +67,10 @@ class Settings(BaseSettings):
     `broker_url`: `redis://...` or `amqp://...`; empty: an embedded Valkey, started by the command.
     `max_stall_ms`: the longest time by which a request can still leave a worker after its dispatch
     deadline (a paused machine, a stalled network); `unbounded` means that nobody vouches for one.
+    `sweep_in_workers`: each worker sweeps by a timer of its own, so that no beat is needed.
+    `queries_at_once`: how many queries one sweep has under way; one tool gets half of them.
+    `max_open_unknowns`: so many unknown effects of one tool pause it by themselves; 0: they never
+    do.
     """
 
     model_config = SettingsConfigDict(env_prefix="HANDRAIL_", extra="ignore", frozen=True)
@@ -82,9 +87,12 @@ class Settings(BaseSettings):
     lease_ms: Annotated[int, Field(ge=1_000)] = 30_000
     max_stall_ms: Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(_stall)] = 20_000
     max_attempts: Annotated[int, Field(ge=1)] = 5
+    max_open_unknowns: Annotated[int, Field(ge=0)] = DEFAULT_MAX_OPEN_UNKNOWNS
     in_flight: Annotated[int, Field(ge=1)] = 256
     drain_timeout_s: Annotated[float, Field(gt=0)] = 30.0
     sweep_every_s: Annotated[float, Field(gt=0)] = 2.0
+    sweep_in_workers: bool = False
+    queries_at_once: Annotated[int, Field(ge=1)] = 16
     pool: Literal["loop", "threads", "solo", "prefork"] = "loop"
 
     @classmethod

@@ -37,6 +37,12 @@ def say(text: object = "", *, style: str = "") -> None:
     console().print(Text(visible(text), style=style), soft_wrap=True)
 
 
+def heading(title: str) -> None:
+    """Print a title, with a line free before it."""
+    say()
+    say(title, style="bold")
+
+
 def note(text: object) -> None:
     """Print one line for people, beside what the command was asked for."""
     print(visible(text), file=sys.stderr, flush=True)

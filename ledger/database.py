@@ -23,6 +23,10 @@ from handrail.ledger.errors import DatabaseUnavailable, UnsupportedDatabase
 
 _BUSY_TIMEOUT_MS: Final = 10_000
 _CONNECT_TIMEOUT_S: Final = 5
+#: Where no connection could be made, nobody tries again for this long. Otherwise each step of an
+#: event loop would wait its own time for the same server, one after the other, and all the calls
+#: that are under way on that loop with them.
+_AWAY_S: Final = 0.5
 #: A statement of ours takes milliseconds; one that hangs must not hold a step for ever.
 _STATEMENT_TIMEOUT_MS: Final = 10_000
 
@@ -62,6 +66,7 @@ class Database:
         self._shared: Any = None  # an in-memory SQLite has one connection for all threads
         self._guard = threading.RLock()
         self._open: list[Any] = []
+        self._away_until = 0.0
 
     @property
     def shown(self) -> str:
@@ -170,7 +175,13 @@ class Database:
         return connection
 
     def _connect(self) -> Any:
-        connection = self._connect_postgres() if self.postgres else self._connect_sqlite()
+        if time.monotonic() < self._away_until:
+            raise DatabaseUnavailable(f"{self.shown}: it could not be reached a moment ago")
+        try:
+            connection = self._connect_postgres() if self.postgres else self._connect_sqlite()
+        except DatabaseUnavailable:
+            self._away_until = time.monotonic() + _AWAY_S
+            raise
         with self._guard:
             self._open.append(connection)
         return connection

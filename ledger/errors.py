@@ -17,6 +17,11 @@ class NotMigrated(HandrailError):
     wanted: str
 
     def __str__(self) -> str:
+        if (self.found or "") > self.wanted:  # they are numbered, with zeros in front
+            return (
+                f"the ledger's database is at {self.found}, of a newer release than this one, which"
+                f" knows {self.wanted}: run the release of Handrail that has it"
+            )
         return (
             f"the ledger's database is at {self.found or 'no version'}, this program needs"
             f" {self.wanted}: run 'handrail db upgrade'"

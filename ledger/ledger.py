@@ -18,16 +18,18 @@ from typing import Any, Final, TypeVar
 from handrail.agent.budget import Budget, BudgetLeft, CallLimits, Phase
 from handrail.agent.canonical import Json, canonical, dumps
 from handrail.agent.effects import (
-    EFFECT_MOVES,
+    CompensationRecord,
     Doubt,
     Effect,
     EffectStatus,
     Terms,
+    may_become,
     upstream_key,
 )
 from handrail.agent.errors import InvariantBroken
 from handrail.agent.machine import RunState
-from handrail.agent.protocol import Locked, Ruling
+from handrail.agent.pauses import DEFAULT_MAX_OPEN_UNKNOWNS, Pause, Scope
+from handrail.agent.protocol import PAUSED_MS, Locked, Ruling
 from handrail.agent.stage import InvokeTool, Park, ParkKind
 from handrail.agent.status import CLAIMABLE, TERMINAL, WITH_PERSON, Reason, RunEvent, RunStatus
 from handrail.agent.tools import Principal
@@ -50,10 +52,13 @@ from handrail.ledger.rows import (
 LEASE_MS: Final = 30_000
 #: A sweep that takes a batch and dies delays it by this long.
 POSTPONE_MS: Final = 15_000
+#: Figures count no further: an operator needs no more than "very many".
+MOST_COUNTED: Final = 10_000
 #: How often a transaction whose connection broke is tried before the caller is told.
 TRIES: Final = 3
 
 _T = TypeVar("_T")
+_WIDEST: Final = {scope: rank for rank, scope in enumerate(Scope)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +117,29 @@ class _Commit:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A write that is to be recorded before it is sent, by the holder of a claim alone."""
+    """A write that is to be recorded before it is sent, by the holder of a claim alone.
+
+    `compensation` is what was found out about undoing it, and is recorded with it.
+    """
 
     claim: Claim
     command: InvokeTool
     terms: Terms
+    compensation: CompensationRecord | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UndoPlan:
+    """A compensation that is to be recorded before it is sent, while its run undoes an effect."""
+
+    undoes: str
+    command: InvokeTool
+    terms: Terms
+
+    def fits(self, row: Row) -> bool:
+        """Whether the run has yet to plan what undoes this effect."""
+        unplanned: bool = row["effect_id"] == self.undoes and row["undoing_effect_id"] is None
+        return unplanned and row["status"] == RunStatus.RECONCILING
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +157,15 @@ class DueStep:
 
 @dataclass(frozen=True, slots=True)
 class Woken:
-    """A run that the sweep has taken: a plain due step to publish again, or something to decide."""
+    """A run that the sweep has taken: a due step to publish again (`due`), or something to decide.
+
+    `tool` is that of the effect in doubt, where the run is reconciling.
+    """
 
     run_id: str
     status: RunStatus
-    plain_due: bool
+    due: DueStep | None
+    tool: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +200,9 @@ class Inserted:
 class Ledger:
     """The ledger in one database. `clock` (SQLite only) replaces the machine's clock, in
     milliseconds.
+
+    While `max_open_unknowns` effects of a tool are unknown, nothing new of it may be dispatched; 0
+    sets no bound.
     """
 
     def __init__(
@@ -181,10 +211,12 @@ class Ledger:
         *,
         clock: Callable[[], int] | None = None,
         lease_ms: int = LEASE_MS,
+        max_open_unknowns: int = DEFAULT_MAX_OPEN_UNKNOWNS,
         new_id: Callable[[], str] | None = None,
     ) -> None:
         self.database = Database(url, clock=clock)
         self.lease_ms = lease_ms
+        self.max_open_unknowns = max_open_unknowns
         self._new_id = new_id or (lambda: secrets.token_hex(16))
         self._postgres = self.database.postgres
 
@@ -230,6 +262,7 @@ class Ledger:
             "limits": dumps(dict(new.limits.to_json())),
             "dedupe_key": None if new.dedupe_key is None else escaped(new.dedupe_key),
             "traceparent": new.traceparent,
+            "mode": new.state.mode.value,
             **state_columns(new.state),
             "traced_status": new.state.status.value,
             "phase": new.phase.value,
@@ -265,21 +298,23 @@ class Ledger:
 
     def _existing(self, tx: Session, new: NewRun) -> Inserted:
         rows = tx.run(
-            "SELECT id, workflow, goal, input FROM handrail_run"
-            " WHERE id = :id OR (tenant = :tenant AND dedupe_key = :dedupe_key)",
+            "SELECT id, workflow, goal, input, mode FROM handrail_run"
+            " WHERE id = :id OR (tenant = :tenant AND mode = :mode AND dedupe_key = :dedupe_key)",
             {
                 "id": new.run_id,
                 "tenant": new.tenant,
+                "mode": new.state.mode.value,
                 "dedupe_key": None if new.dedupe_key is None else escaped(new.dedupe_key),
             },
         )
         for row in rows:
             if row["id"] != new.run_id:
                 return Inserted(row["id"], False, None)  # a double click is one run
-            same = (row["workflow"], row["goal"], row["input"]) == (
+            same = (row["workflow"], row["goal"], row["input"], row["mode"]) == (
                 new.workflow,
                 escaped(new.goal),
                 canonical(new.input),
+                new.state.mode,
             )
             if same:
                 return Inserted(row["id"], False, None)
@@ -519,25 +554,29 @@ class Ledger:
         )
         return bool(rows)
 
-    def charge_more(self, claim: Claim, model_calls: int, cost_microusd: int) -> bool:
-        """Charge what one more call under a claim costs, before the call: a retry of a model call,
-        a verification that has a price.
+    def charge_more(
+        self, claim: Claim, *, model_calls: int = 0, tool_calls: int = 0, cost_microusd: int = 0
+    ) -> bool:
+        """Charge what one more call under a claim costs, before the call: a retry of a model call
+        or of a read, a verification that has a price.
 
         False where nothing was charged: the claim was fenced off, a cancel is wished, or it is not
         left.
         """
         rows = self.database.run(
             "UPDATE handrail_run SET model_calls_left = model_calls_left - :model_calls,"
+            " tool_calls_left = tool_calls_left - :tool_calls,"
             " cost_microusd_left = cost_microusd_left - :cost_microusd"
             " WHERE id = :run_id AND claim_id = :claim_id AND epoch = :epoch"
             " AND lease_until IS NOT NULL AND cancel_requested_at IS NULL"
-            " AND model_calls_left >= :model_calls AND cost_microusd_left >= :cost_microusd"
-            " RETURNING id",
+            " AND model_calls_left >= :model_calls AND tool_calls_left >= :tool_calls"
+            " AND cost_microusd_left >= :cost_microusd RETURNING id",
             {
                 "run_id": claim.run_id,
                 "claim_id": claim.claim_id,
                 "epoch": claim.epoch,
                 "model_calls": model_calls,
+                "tool_calls": tool_calls,
                 "cost_microusd": cost_microusd,
             },
         )
@@ -606,25 +645,35 @@ class Ledger:
         *,
         phase: Callable[[RunState], Phase] | None = None,
         output_bytes: int = 0,
-        plan: Plan | None = None,
+        plan: Plan | UndoPlan | None = None,
         effect_id: str | None = None,
         known_digest: str | None = None,
+        dispatches: str | None = None,
+        once: str | None = None,
     ) -> Ruled:
         """Lock a run and its effect, let a pure function decide, and write what it rules.
 
-        Locks the run row first, then the effect, as every transaction on both does. `plan` inserts
+        Locks the run row first, then the effect that is being undone, then the run's latest effect,
+        as every transaction on them does. `plan` inserts
         the effect of a command's intent, or finds it, before the decision; `effect_id` locks one
-        that is perhaps no longer the run's latest. Raises `UnknownRun`, and `DatabaseUnavailable`
-        where the connection broke several times in a row.
+        that is perhaps no longer the run's latest. `dispatches` names the tool that is to be sent
+        something: the decision then knows of the pauses in force. `once` is the id under which its
+        evidence counts one time only: with it there already, nothing is decided (`repeated`).
+        Raises `UnknownRun`, and `DatabaseUnavailable` where the connection broke several times in a
+        row.
         """
-        writer = self._new_id()
+        writer = once or self._new_id()
         made: list[Ruled] = []
 
         def transact() -> Ruled:
             with self.database.transaction() as tx:
                 locked, row = self._lock(tx, run_id, plan, effect_id, known_digest)
-                if made and self._wrote(tx, run_id, writer):
-                    return made[0]  # only the answer to our COMMIT was lost
+                if dispatches is not None:
+                    locked = self._with_pauses(tx, row, locked, dispatches)
+                if (made or once) and self._wrote(tx, run_id, writer):
+                    if made and made[0].ruling is not None:
+                        return made[0]  # only the answer to our COMMIT was lost
+                    return Ruled(locked, None, None, repeated=True)
                 ruling = decide(locked)
                 done = Ruled(locked, ruling, None)
                 if ruling is not None:
@@ -661,7 +710,7 @@ class Ledger:
         self,
         tx: Session,
         run_id: str,
-        plan: Plan | None,
+        plan: Plan | UndoPlan | None,
         effect_id: str | None,
         known_digest: str | None,
     ) -> tuple[Locked, dict[str, Any]]:
@@ -669,8 +718,13 @@ class Ledger:
         if not rows:
             raise UnknownRun(run_id)
         row = rows[0]
-        if plan is not None and plan.claim.holds(row):
-            row["effect_id"] = self._plan(tx, row, plan.command, plan.terms)
+        match plan:
+            case Plan() if plan.claim.holds(row):
+                row["effect_id"], row["undoing_effect_id"] = self._plan(tx, row, plan), None
+            case UndoPlan() if plan.fits(row):
+                row["effect_id"], row["undoing_effect_id"] = self._plan(tx, row, plan), plan.undoes
+        current = effect_id in (None, row["effect_id"])
+        undoing, _ = self._lock_effect(tx, run_id, row["undoing_effect_id"] if current else None)
         effect, others = self._lock_effect(tx, run_id, effect_id or row["effect_id"])
         approval = None
         if row["status"] in ("awaiting_approval", "executing"):
@@ -700,12 +754,28 @@ class Ledger:
             attempts=row["attempts"],
             cancel_requested=row["cancel_requested_at"] is not None,
             effect=effect,
-            current=effect_id in (None, row["effect_id"]),
+            current=current,
+            undoing=undoing,
             other_holders=others,
             approval=approval,
             known=known,
         )
         return locked, row
+
+    def _with_pauses(self, tx: Session, row: Row, locked: Locked, tool: str) -> Locked:
+        """Add what keeps a tool from being sent anything. A pause that was committed before this
+        reads it stops the dispatch, since the run's lock is held until that is committed.
+        """
+        asked = {
+            "tenant": row["tenant"],
+            "workflow": row["workflow"],
+            "tool": tool,
+            "most": self.max_open_unknowns,
+        }
+        (found,) = tx.run(statements.PAUSED, asked)
+        most = self.max_open_unknowns
+        crowded = most > 0 and found["doubtful"] >= most
+        return replace(locked, paused=found["paused"], crowded=crowded)
 
     def _lock_effect(
         self, tx: Session, run_id: str, effect_id: str | None
@@ -722,14 +792,19 @@ class Ledger:
         )
         return effect_of(found[0]), holders[0]["others"]
 
-    def _plan(self, tx: Session, row: Row, command: InvokeTool, terms: Terms) -> str:
+    def _plan(self, tx: Session, row: Row, plan: Plan | UndoPlan) -> str:
+        command, terms = plan.command, plan.terms
         assert command.intent_key is not None
         effect_id = upstream_key(row["tenant"], command.intent_key)
-        tx.run(
+        recorded = plan.compensation if isinstance(plan, Plan) else None
+        compensation = None if recorded is None else dumps(recorded.to_json())
+        inserted = tx.run(
             "INSERT INTO handrail_effect (id, tenant, intent_key, tool, contract_version,"
-            " arguments, arguments_hash, terms, created_at, status, doubt, queries_left)"
+            " arguments, arguments_hash, terms, created_at, status, doubt, queries_left,"
+            " compensation, compensates)"
             " VALUES (:id, :tenant, :intent_key, :tool, :contract_version, :arguments,"
-            " :arguments_hash, :terms, :now, 'planned', 'none', 0) ON CONFLICT DO NOTHING",
+            " :arguments_hash, :terms, :now, 'planned', 'none', 0, :compensation, :compensates)"
+            " ON CONFLICT DO NOTHING RETURNING id",
             {
                 "id": effect_id,
                 "tenant": row["tenant"],
@@ -740,8 +815,17 @@ class Ledger:
                 "arguments_hash": command.arguments_hash,
                 "terms": dumps(terms.to_json()),
                 "now": row["now"],
+                "compensation": compensation,
+                "compensates": plan.undoes if isinstance(plan, UndoPlan) else None,
             },
         )
+        if not inserted and compensation is not None:
+            # What was there before is read anew as long as nothing of the intent can be there yet.
+            tx.run(
+                "UPDATE handrail_effect SET compensation = :compensation WHERE id = :id"
+                " AND status IN ('planned', 'absent') AND (compensation IS NULL OR doubt = 'none')",
+                {"id": effect_id, "compensation": compensation},
+            )
         return effect_id
 
     def _write(
@@ -764,6 +848,7 @@ class Ledger:
             "traced_status": state.status.value if events else row["traced_status"],
             "trace_seq": seq + len(events),
             "effect_id": row["effect_id"],
+            "undoing_effect_id": row["undoing_effect_id"],
             "output_bytes_left": max(0, row["output_bytes_left"] - output_bytes),
         }
         if state.told is not None:
@@ -814,6 +899,8 @@ class Ledger:
             return {**when, "due_at": row["due_at"], "wake_at": row["wake_at"]}
         if state.status in CLAIMABLE:
             due_at = now + ruling.due_in_ms
+            if ruling.kept_ms is not None:
+                when |= {"deadline_at": None, "remaining_ms": ruling.kept_ms}
             return {
                 **when,
                 "due_at": due_at,
@@ -835,25 +922,10 @@ class Ledger:
 
     def _write_effect(self, tx: Session, locked: Locked, ruling: Ruling, writer: str) -> None:
         effect = locked.effect
-        if ruling.effect is not None and ruling.effect != effect:
-            assert effect is not None
-            if ruling.effect.status not in {effect.status, *EFFECT_MOVES[effect.status]}:
-                raise InvariantBroken(
-                    f"effect {effect.id}: no move from {effect.status} to {ruling.effect.status}"
-                )
-            columns = effect_columns(ruling.effect)
-            names = ", ".join(f"{name} = :{name}" for name in columns)
-            updated = tx.run(
-                f"UPDATE handrail_effect SET {names} WHERE id = :id AND token = :was_token"
-                " AND status = :was_status RETURNING id",
-                {
-                    **columns,
-                    "id": effect.id,
-                    "was_token": effect.token,
-                    "was_status": effect.status.value,
-                },
-            )
-            assert updated, "the effect is locked"
+        for before, after in ((locked.undoing, ruling.undoing), (effect, ruling.effect)):
+            if after is not None and after != before:
+                assert before is not None
+                self._move_effect(tx, before, after)
         if ruling.joins and effect is not None:
             tx.run(
                 "INSERT INTO handrail_effect_holder (effect_id, run_id)"
@@ -874,6 +946,25 @@ class Ledger:
                     "detail": canonical(detail),
                 },
             )
+
+    def _move_effect(self, tx: Session, before: Effect, after: Effect) -> None:
+        if not may_become(before.status, after.status):
+            raise InvariantBroken(
+                f"effect {before.id}: no move from {before.status} to {after.status}"
+            )
+        columns = effect_columns(after)
+        names = ", ".join(f"{name} = :{name}" for name in columns)
+        updated = tx.run(
+            f"UPDATE handrail_effect SET {names} WHERE id = :id AND token = :was_token"
+            " AND status = :was_status RETURNING id",
+            {
+                **columns,
+                "id": before.id,
+                "was_token": before.token,
+                "was_status": before.status.value,
+            },
+        )
+        assert updated, "the effect is locked"
 
     def _write_people(self, tx: Session, locked: Locked, ruling: Ruling) -> None:
         run_id, now = locked.state.run_id, locked.now
@@ -899,7 +990,7 @@ class Ledger:
         if ruling.park is not None and ruling.park.kind is ParkKind.APPROVAL:
             self._request_approval(tx, ruling.state, ruling.park, now)
         if ruling.handoff is not None:
-            reason = ruling.handoff["reason"]
+            reason, about = ruling.handoff["reason"], locked.undoing or locked.effect
             tx.run(
                 "INSERT INTO handrail_handoff (id, run_id, effect_id, reason, package, status,"
                 " opened_at) VALUES (:id, :run_id, :effect_id, :reason, :package, 'open', :now)"
@@ -907,7 +998,7 @@ class Ledger:
                 {
                     "id": self._new_id(),
                     "run_id": run_id,
-                    "effect_id": locked.effect.id if locked.effect else None,
+                    "effect_id": about.id if about else None,
                     "reason": reason,
                     "package": canonical(ruling.handoff),
                     "now": now,
@@ -941,47 +1032,160 @@ class Ledger:
 
     # ---- the sweep -------------------------------------------------------------------------------
 
-    def due_for_sweep(self, *, limit: int) -> list[Woken]:
+    def due_for_sweep(self, *, limit: int, doubts: int | None = None) -> list[Woken]:
         """Take a batch of runs that the sweep must look at; one indexed statement where none is
         due.
+
+        Up to `limit` runs that go on by themselves, and up to `doubts` reconciling ones (as many,
+        unless it is given).
         """
-        params = self._timed({"limit": limit, "postpone_ms": POSTPONE_MS})
+        params = self._timed(
+            {
+                "limit": limit,
+                "doubts": limit if doubts is None else doubts,
+                "postpone_ms": POSTPONE_MS,
+            }
+        )
         # A batch whose answer was lost comes again after its pause, repeated or not.
         rows = self._again(
             lambda: self.database.run(statements.due_for_sweep(self._postgres), params)
         )
+        waiting = [row["id"] for row in rows if _waits_on_a_pause(row)]
+        if waiting:
+            put_off = self._put_off(waiting)
+            rows = [row for row in rows if row["id"] not in put_off]
         return [
             Woken(
                 row["id"],
                 RunStatus(row["status"]),
-                plain_due=row["status"] in ("queued", "running", "executing")
-                and row["lease_until"] is None
-                and row["due_at"] is not None
-                and row["cancel_requested_at"] is None
-                and row["deadline_at"] is not None
-                and row["deadline_at"] > row["now"]
-                and row["expires_at"] > row["now"],
+                _due_of(row) if _is_plainly_due(row) else None,
+                row["tool"],
             )
             for row in rows
         ]
 
-    def republish(self, run_ids: Sequence[str]) -> list[DueStep]:
-        """Count a publication of due steps and set their next one; returns what to publish."""
-        if not run_ids:
-            return []
-        params = self._timed({"ids": self._array(run_ids)})
-        return [
-            _due_of(row) for row in self.database.run(statements.republish(self._postgres), params)
-        ]
+    def published(self, due: Sequence[DueStep]) -> None:
+        """Count a publication of due steps, and set when the sweep repeats it.
 
-    def beat(self, name: str, kind: str) -> None:
-        """Record that a part of the fleet has finished work."""
+        After it, not before: what could not be published is due as it was.
+        """
+        if due:
+            self.database.run(statements.published(self._postgres), self._timed(self._sent(due)))
+
+    def unclaimed(self, due: Sequence[DueStep]) -> set[str]:
+        """Which of these steps nobody has claimed yet; by the ids of their runs."""
+        if not due:
+            return set()
+        rows = self.database.run(statements.unclaimed(self._postgres), self._sent(due))
+        return {row["id"] for row in rows}
+
+    def _sent(self, due: Sequence[DueStep]) -> dict[str, Any]:
+        ids, epochs = [step.run_id for step in due], [step.epoch for step in due]
+        if self._postgres:
+            return {"ids": self._array(ids), "epochs": self._array([str(at) for at in epochs])}
+        return {"sent": json.dumps(list(zip(ids, epochs, strict=True)))}
+
+    def beat(self, *names: str, kind: str) -> None:
+        """Record that parts of the fleet have finished work."""
         now = PG_NOW if self._postgres else ":now"
+        rows = ", ".join(f"(:name_{number}, :kind, {now})" for number in range(len(names)))
         self.database.run(
-            f"INSERT INTO handrail_heartbeat (name, kind, at) VALUES (:name, :kind, {now})"
+            f"INSERT INTO handrail_heartbeat (name, kind, at) VALUES {rows}"
             " ON CONFLICT (name) DO UPDATE SET at = excluded.at, kind = excluded.kind",
-            self._timed({"name": name, "kind": kind}),
+            self._timed(
+                {"kind": kind, **{f"name_{number}": name for number, name in enumerate(names)}}
+            ),
         )
+
+    def since_beat(self, name: str) -> int | None:
+        """How long ago a part of the fleet has finished work, in milliseconds; None: never."""
+        now = PG_NOW if self._postgres else ":now"
+        rows = self.database.run(
+            f"SELECT {now} - at AS ago FROM handrail_heartbeat WHERE name = :name",
+            self._timed({"name": name}),
+        )
+        return rows[0]["ago"] if rows else None
+
+    # ---- pauses ----------------------------------------------------------------------------------
+
+    def pause(self, scope: Scope, name: str, *, reason: str, by: str) -> Pause:
+        """Let nothing be dispatched in a scope; returns the pause in force. Where it is paused
+        already, the new words count and the moment stays.
+        """
+        now = PG_NOW if self._postgres else ":now"
+        params = {"scope": scope.value, "name": name, "reason": reason, "by": by}
+        (row,) = self._again(
+            lambda: self.database.run(
+                "INSERT INTO handrail_pause (scope, name, reason, paused_by, paused_at)"
+                f" VALUES (:scope, :name, :reason, :by, {now}) ON CONFLICT (scope, name)"
+                " DO UPDATE SET reason = excluded.reason, paused_by = excluded.paused_by"
+                " RETURNING reason, paused_by, paused_at",
+                self._timed(params),
+            )
+        )
+        return Pause(scope=scope, name=name, **row)
+
+    def resume(self, scope: Scope, name: str) -> bool:
+        """Lift a pause and make due what waits on one; returns whether there was one."""
+        lifted: list[dict[str, Any]] = []
+
+        def lift() -> bool:
+            with self.database.transaction() as tx:
+                lifted.extend(
+                    tx.run(
+                        "DELETE FROM handrail_pause WHERE scope = :scope AND name = :name"
+                        " RETURNING scope",
+                        {"scope": scope.value, "name": name},
+                    )
+                )
+                if lifted:
+                    waiting = self._timed({"within_ms": PAUSED_MS})
+                    tx.run(statements.set_going(self._postgres), waiting)
+            return bool(lifted)
+
+        return self._again(lift)  # what was found is remembered, whichever answer was lost
+
+    def _put_off(self, waiting: Sequence[str]) -> set[str]:
+        """Let those go on waiting whose pause is still in force; returns which.
+
+        However many they are and however long it takes, no worker tries them in vain.
+        """
+        crowded = [pause.name for pause in self._crowded()]
+        params = {
+            "ids": self._array(waiting),
+            "crowded": self._array(crowded),
+            "pause_ms": PAUSED_MS,
+        }
+        rows = self.database.run(statements.put_off(self._postgres), self._timed(params))
+        return {row["id"] for row in rows}
+
+    def pauses(self) -> list[Pause]:
+        """List the pauses in force, the widest first, those by too many open unknowns last."""
+        rows = self.database.run(
+            "SELECT scope, name, reason, paused_by, paused_at FROM handrail_pause", {}
+        )
+        ordered = [Pause(**{**row, "scope": Scope(row["scope"])}) for row in rows]
+        ordered.sort(key=lambda pause: (_WIDEST[pause.scope], pause.name))
+        return ordered + self._crowded()
+
+    def _crowded(self) -> list[Pause]:
+        if not self.max_open_unknowns:
+            return []
+        rows = self.database.run(
+            "SELECT tool, count(*) AS doubtful FROM handrail_effect WHERE unknown_since IS NOT NULL"
+            " GROUP BY tool HAVING count(*) >= :most ORDER BY tool",
+            {"most": self.max_open_unknowns},
+        )
+        return [
+            Pause(
+                scope=Scope.TOOL,
+                name=row["tool"],
+                reason=f"{row['doubtful']} effects of unknown outcome"
+                f" (at most {self.max_open_unknowns} may be open)",
+                automatic=True,
+            )
+            for row in rows
+        ]
 
     # ---- reading ---------------------------------------------------------------------------------
 
@@ -1061,13 +1265,19 @@ class Ledger:
         return [_effect_info(row, now) for row in rows]
 
     def effect(self, effect_id: str) -> Effect:
-        """Read one effect."""
+        """Read one effect that is there."""
+        found = self.find_effect(effect_id)
+        assert found is not None
+        return found
+
+    def find_effect(self, effect_id: str) -> Effect | None:
+        """Read one effect; None where the intent was never planned."""
         rows = self._again(
             lambda: self.database.run(
                 "SELECT * FROM handrail_effect WHERE id = :id", {"id": effect_id}
             )
         )
-        return effect_of(rows[0])
+        return effect_of(rows[0]) if rows else None
 
     def evidence(self, effect_id: str) -> list[dict[str, Any]]:
         """Read what was learned about an effect, in order."""
@@ -1100,26 +1310,32 @@ class Ledger:
         return [{**row, "arguments": json.loads(row["arguments"])} for row in rows]
 
     def figures(self) -> dict[str, Any]:
-        """What an operator watches: runs by status, lag of the sweep, doubts and their age."""
+        """What an operator watches: runs that are not over, what the sweep has before it, doubts.
+
+        What has ended is not counted, so that it costs little to look, however much there is of it;
+        nor is more than MOST_COUNTED of anything (`at_least` says that there may be more).
+        """
         now = self.now()
-        by_status = self.database.run(
-            "SELECT status, count(*) AS runs FROM handrail_run GROUP BY status", {}
-        )
-        lag = self.database.run(
-            "SELECT min(wake_at) AS oldest FROM handrail_run WHERE wake_at IS NOT NULL", {}
-        )[0]["oldest"]
-        doubt = self.database.run(
-            "SELECT count(*) AS effects, min(unknown_since) AS oldest FROM handrail_effect"
-            " WHERE unknown_since IS NOT NULL",
-            {},
-        )[0]
-        beats = self.database.run("SELECT name, kind, at FROM handrail_heartbeat", {})
+        counted = self.database.run(statements.FIGURES, {"now": now, "most": MOST_COUNTED})[0]
+        by_status = self.database.run(statements.RUNS_UNDER_WAY, {"most": MOST_COUNTED})
+        beats = self.database.run("SELECT name, at FROM handrail_heartbeat", {})
+        heartbeats = {row["name"]: now - row["at"] for row in beats}
+        oldest = [at for at in (counted["oldest_due"], counted["oldest_doubt"]) if at is not None]
+        backlog = {"due": counted["due"], "in_doubt": counted["in_doubt"]}
+        runs = {row["status"]: row["runs"] for row in by_status if row["runs"]}
+        unknown_since = counted["unknown_since"]
         return {
-            "runs": {row["status"]: row["runs"] for row in by_status},
-            "sweep_lag_ms": max(0, now - lag) if lag is not None else 0,
-            "unknown_effects": doubt["effects"],
-            "oldest_unknown_ms": now - doubt["oldest"] if doubt["oldest"] is not None else 0,
-            "heartbeats": {row["name"]: now - row["at"] for row in beats},
+            "runs": runs,
+            "sweep_lag_ms": max(0, now - min(oldest)) if oldest else 0,
+            "last_sweep_ms": heartbeats.get("sweep"),
+            "backlog": backlog,
+            "unknown_effects": counted["unknown"],
+            "oldest_unknown_ms": 0 if unknown_since is None else now - unknown_since,
+            "open_handoffs": counted["handoffs"],
+            "at_least": MOST_COUNTED
+            in (*backlog.values(), *runs.values(), counted["unknown"], counted["handoffs"]),
+            "heartbeats": heartbeats,
+            "pauses": [pause.to_json() for pause in self.pauses()],
         }
 
     # ---- inside ----------------------------------------------------------------------------------
@@ -1191,6 +1407,7 @@ class Ruled:
     locked: Locked
     ruling: Ruling | None
     due: DueStep | None
+    repeated: bool = False  # it was decided before, under the same id
 
 
 def _commit_sql(commit: _Commit) -> str:
@@ -1217,6 +1434,7 @@ def _left_columns(left: BudgetLeft) -> dict[str, int]:
         "model_calls_left": left.model_calls,
         "tool_calls_left": left.tool_calls,
         "tool_calls_reserved": left.tool_calls_reserved,
+        "compensations_reserved": left.compensations_reserved,
         "tokens_left": left.tokens,
         "cost_microusd_left": left.cost_microusd,
         "output_bytes_left": left.output_bytes,
@@ -1238,9 +1456,27 @@ def _due_of(row: Row) -> DueStep:
         row["step"],
         row["epoch"],
         deadline_at,
-        None if deadline_at is None else deadline_at - row["now"],
+        row["remaining_ms"] if deadline_at is None else deadline_at - row["now"],
         _snapshot(row),
         row["traceparent"],
+    )
+
+
+def _waits_on_a_pause(row: Row) -> bool:
+    return row["due_at"] is not None and row["deadline_at"] is None
+
+
+def _is_plainly_due(row: Row) -> bool:
+    """Whether a run that was woken has but to be published: nobody holds it and no limit is
+    over.
+    """
+    return (
+        row["status"] in CLAIMABLE
+        and row["lease_until"] is None
+        and row["due_at"] is not None
+        and row["cancel_requested_at"] is None
+        and (row["deadline_at"] is None or row["deadline_at"] > row["now"])
+        and row["expires_at"] > row["now"]
     )
 
 
@@ -1263,6 +1499,8 @@ def _effect_info(row: Row, now: int) -> dict[str, Any]:
         "next_query_at": row["next_query_at"],
         "evidence": row["evidence"],
         "result": json.loads(row["result"]) if row["result"] else None,
+        "compensation": json.loads(row["compensation"]) if row["compensation"] else None,
+        "compensates": row["compensates"],
     }
 
 

@@ -1,4 +1,4 @@
-"""One connection to PostgreSQL: every statement is prepared once, then run with one call of libpq.
+"""One connection to PostgreSQL: every statement is prepared once, then run by libpq directly.
 
 psycopg makes the connection and names the errors. Its cursors can do far more than a ledger needs,
 and take longer over a statement than the client library itself; so the statement goes there
@@ -15,9 +15,12 @@ from typing import Any, Final
 
 import psycopg
 from psycopg.errors import error_from_result
-from psycopg.pq import ExecStatus
+from psycopg.pq import ExecStatus, TransactionStatus
 
 _PARAMETER: Final = re.compile(r"(?<![:\w]):([a-z_][a-z0-9_]*)")
+#: The server ends a statement of ours sooner, and says so: what is silent for longer is gone, or
+#: the way to it is. Nobody should wait for ever, least of all the event loop of a worker.
+SILENCE_S: Final = 12.0
 _GOING: Final = "57P"  # the SQLSTATEs with which the server takes leave
 _DONE: Final = (ExecStatus.TUPLES_OK, ExecStatus.COMMAND_OK)
 _BOOL, _INT8, _INT2, _INT4 = 16, 20, 21, 23  # the server's numbers for its types
@@ -48,6 +51,9 @@ class Connection:
     def __init__(self, **parameters: Any) -> None:
         self._connection = psycopg.connect(autocommit=True, client_encoding="utf8", **parameters)
         self._libpq = self._connection.pgconn
+        self._readable, self._either = poll(), poll()
+        self._readable.register(self._libpq.socket, POLLIN)
+        self._either.register(self._libpq.socket, POLLIN | POLLOUT)
         self._prepared: dict[str, _Statement] = {}
 
     @property
@@ -62,7 +68,8 @@ class Connection:
         """
         statement = self._prepared.get(sql) or self._prepare(sql)
         values: Any = [_written(params[name]) for name in statement.parameters]
-        return _rows(statement, self._done(self._libpq.exec_prepared(statement.name, values)))
+        answer = self._ask(self._libpq.send_query_prepared, statement.name, values)
+        return _rows(statement, self._done(answer))
 
     def run_together(
         self, calls: Sequence[tuple[str, Mapping[str, Any]]]
@@ -83,9 +90,7 @@ class Connection:
             for statement, sent in zip(prepared, values, strict=True):
                 libpq.send_query_prepared(statement.name, sent)
             libpq.pipeline_sync()  # commits what came before it, if all of it went well
-            while libpq.flush():
-                self._wait(POLLIN | POLLOUT)
-                libpq.consume_input()  # or a server that waits for us to read would not read on
+            self._flush()
             for _ in prepared:
                 results.append(self._answer())
                 self._answer()  # None: there is no more of this one
@@ -101,21 +106,35 @@ class Connection:
             for statement, result in zip(prepared, results, strict=True)
         ]
 
+    def _ask(self, send: Callable[..., None], *what: Any) -> Any:
+        """Send something, and wait for the one answer to it."""
+        try:
+            send(*what)
+            self._flush()
+            result = self._answer()
+            while self._answer() is not None:
+                pass  # None: there is no more of this one
+        except BaseException:
+            self.close()  # nobody knows what it would answer next
+            raise
+        return result
+
+    def _flush(self) -> None:
+        while self._libpq.flush():
+            _wait(self._either)
+            self._libpq.consume_input()  # or a server that waits for us to read would not read on
+
     def _answer(self) -> Any:
         """Wait for the next answer; other threads go on meanwhile."""
         while self._libpq.is_busy():
-            self._wait(POLLIN)
+            _wait(self._readable)
             self._libpq.consume_input()
         return self._libpq.get_result()
 
-    def _wait(self, event: int) -> None:
-        waiting = poll()
-        waiting.register(self._libpq.socket, event)
-        waiting.poll()
-
     def rollback(self) -> None:
         """Roll back the open transaction, if there is one."""
-        self._connection.rollback()
+        if self._libpq.transaction_status != TransactionStatus.IDLE:
+            self.run("ROLLBACK", {})
 
     def close(self) -> None:
         """Close the connection."""
@@ -129,8 +148,9 @@ class Connection:
 
         text = _PARAMETER.sub(numbered, sql).encode()
         name = b"handrail_%d" % len(self._prepared)
-        self._done(self._libpq.prepare(name, text))
-        described = self._done(self._libpq.describe_prepared(name))
+        self._done(self._ask(self._libpq.send_prepare, name, text))
+        # (libpq's own way to ask this and wait for it would hold up all other threads.)
+        described = self._done(self._ask(self._libpq.send_describe_prepared, name))
         columns = tuple(
             (
                 number,
@@ -149,6 +169,11 @@ class Connection:
         if error.sqlstate is None or error.sqlstate.startswith(_GOING):
             self.close()  # libpq's own word has no SQLSTATE; it may believe it open until next used
         raise error
+
+
+def _wait(ready: Any) -> None:
+    if not ready.poll(SILENCE_S * 1000):
+        raise psycopg.OperationalError(f"the server has been silent for {SILENCE_S:g} s")
 
 
 def _rows(statement: _Statement, result: Any) -> list[dict[str, Any]]:

@@ -16,8 +16,15 @@ from handrail.agent.commands import (
     told_from_json,
     told_to_json,
 )
-from handrail.agent.effects import Doubt, Effect, EffectStatus, Terms, Trigger
-from handrail.agent.machine import Level, RunState
+from handrail.agent.effects import (
+    CompensationRecord,
+    Doubt,
+    Effect,
+    EffectStatus,
+    Terms,
+    Trigger,
+)
+from handrail.agent.machine import Level, Mode, RunState
 from handrail.agent.protocol import Approval
 from handrail.agent.stage import Observation
 from handrail.agent.status import Reason, RunStatus
@@ -58,6 +65,7 @@ def state_of(row: Row, *, status: str) -> RunState:
         goal=plain(row["goal"]),
         principal=_principal(row["principal"]),
         input=json.loads(row["input"]),
+        mode=Mode(row["mode"]),
         budget=budget,
         limits=_limits(row["limits"]),
         left=BudgetLeft(
@@ -65,6 +73,7 @@ def state_of(row: Row, *, status: str) -> RunState:
             model_calls=row["model_calls_left"],
             tool_calls=row["tool_calls_left"],
             tool_calls_reserved=row["tool_calls_reserved"],
+            compensations_reserved=row["compensations_reserved"],
             tokens=row["tokens_left"],
             cost_microusd=row["cost_microusd_left"],
             output_bytes=row["output_bytes_left"],
@@ -144,7 +153,13 @@ def effect_of(row: Row) -> Effect:
         result=json.loads(row["result"]) if row["result"] else None,
         evidence=row["evidence"],
         approval_id=row["approval_id"],
+        compensation=_compensation(row["compensation"]),
+        compensates=row["compensates"],
     )
+
+
+def _compensation(text: str | None) -> CompensationRecord | None:
+    return None if text is None else CompensationRecord(**json.loads(text))
 
 
 def effect_columns(effect: Effect) -> dict[str, Any]:

@@ -31,6 +31,7 @@ class Dialect:
     outputs: str
     allowances: str
     known: str  # whether this worker has the run's pinned workflow version
+    least: str  # the smaller of two
 
 
 _WINDOW = f"ORDER BY seq DESC LIMIT {OBSERVATION_WINDOW}"
@@ -53,6 +54,7 @@ POSTGRES = Dialect(
         " FROM handrail_tool_allowance AS a WHERE a.run_id = :id)"
     ),
     known="r.workflow || '@' || r.workflow_version = ANY(:known)",
+    least="LEAST",
 )
 SQLITE = Dialect(
     now=":now",
@@ -73,6 +75,7 @@ SQLITE = Dialect(
         " FROM handrail_tool_allowance AS a WHERE a.run_id = :id)"
     ),
     known="r.workflow || '@' || r.workflow_version IN (SELECT value FROM json_each(:known))",
+    least="min",
 )
 
 
@@ -121,10 +124,10 @@ INSERT_ALLOWANCES = """
 
 #: Of the run's row, what a step works with; naming more costs every step of every run.
 _CLAIMED: Final = """id, tenant, workflow, workflow_version, goal, principal, input, budget, limits,
-            traceparent, status, traced_status, reason, epoch, claim_id, attempts, refusal,
+            traceparent, mode, status, traced_status, reason, epoch, claim_id, attempts, refusal,
             deadline_at, phase, steps_left, model_calls_left, tool_calls_left, tool_calls_reserved,
-            tokens_left, cost_microusd_left, output_bytes_left, step, state_version,
-            observation_count, trace_seq, levels, pending, told, answer, effect_id"""
+            compensations_reserved, tokens_left, cost_microusd_left, output_bytes_left, step,
+            state_version, observation_count, trace_seq, levels, pending, told, answer, effect_id"""
 
 
 @lru_cache(maxsize=2)
@@ -134,13 +137,14 @@ def claim(postgres: bool) -> str:
     Locks the run row. The conditions are those of `due`: status, no lease, no cancel wish, the
     message's epoch, due by the database's clock, and a workflow version that this worker has. What
     the phase costs is refused in a fixed order; a refused claim charges nothing, and its step
-    commits the stop.
+    commits the stop. A clock that stood still under a pause goes on.
     """
     d = dialect(postgres)
+    deadline = f"COALESCE(deadline_at, {d.least}({d.now} + remaining_ms, expires_at))"
     refused = f"""CASE
         WHEN phase = 'decide' AND steps_left <= 0 THEN 'step-budget-exhausted'
         WHEN expires_at <= {d.now} THEN 'expired'
-        WHEN deadline_at <= {d.now} THEN 'deadline-exhausted'
+        WHEN {deadline} <= {d.now} THEN 'deadline-exhausted'
         WHEN phase = 'decide' AND model_calls_left <= 0 THEN 'model-call-budget-exhausted'
         WHEN phase = 'decide' AND tokens_left <= 0 THEN 'token-budget-exhausted'
         WHEN phase = 'decide' AND cost_microusd_left <= 0 THEN 'cost-budget-exhausted'
@@ -157,6 +161,7 @@ def claim(postgres: bool) -> str:
             epoch = epoch + 1, claim_id = :claim_id, holder = :holder,
             lease_until = {d.now} + :lease_ms, wake_at = {d.now} + :lease_ms,
             attempts = attempts + 1, due_at = NULL,
+            deadline_at = {deadline}, remaining_ms = NULL,
             status = CASE WHEN phase = 'write' THEN 'executing'
                 WHEN status = 'queued' THEN 'running' ELSE status END,
             refusal = {refused},
@@ -251,45 +256,76 @@ def commit_in_one(*, due: bool, traces: bool, observes: bool, outputs: int) -> s
 
 @lru_cache(maxsize=2)
 def due_for_sweep(postgres: bool) -> str:
-    """Take what the sweep must look at, a batch at a time: one indexed statement where nothing is
-    due.
+    """Take what the sweep must look at, a batch of each kind at a time: one indexed statement where
+    nothing is due.
 
-    Locks the rows that it takes, skipping those that another sweep holds; postponing `wake_at` is
-    the claim, so that a sweep that dies delays its batch and loses nothing.
+    The two kinds are runs that go on by themselves, and runs in doubt, of which each costs a call
+    outside: however many of these there are, none of the others waits for them. Locks the rows that
+    it takes, skipping those that another sweep holds; postponing `wake_at` is the claim, so that a
+    sweep that dies delays its batch and loses nothing.
     """
     d = dialect(postgres)
     # In a subquery: compared with a volatile function itself, the index would be read to its end.
     now = f"(SELECT {PG_NOW})" if postgres else ":now"
-    batch = f"""(SELECT id FROM handrail_run WHERE wake_at <= {now}
-            ORDER BY wake_at LIMIT :limit {d.skip_locked})"""
+
+    def batch(kind: str, limit: str) -> str:
+        return f"""SELECT id FROM handrail_run WHERE wake_at <= {now} AND {kind}
+            ORDER BY wake_at LIMIT {limit} {d.skip_locked}"""
+
+    goes_on = batch("status <> 'reconciling'", ":limit")
+    in_doubt = batch("status = 'reconciling'", ":doubts")
     # An array is made once; a plain subquery PostgreSQL may run again for every row that it
     # compares, and each time it takes another batch.
-    taken = f"= ANY (ARRAY{batch})" if postgres else f"IN {batch}"
+    taken = (
+        f"= ANY (ARRAY({goes_on}) || ARRAY({in_doubt}))"
+        if postgres
+        else f"IN (SELECT * FROM ({goes_on}) UNION ALL SELECT * FROM ({in_doubt}))"
+    )
     return f"""
         UPDATE handrail_run AS r SET wake_at = {d.now} + :postpone_ms {d.clock}
         WHERE r.id {taken}
-        RETURNING id, status, epoch, step, lease_until, due_at, deadline_at,
-            expires_at, cancel_requested_at, publishes, steps_left, model_calls_left,
-            tool_calls_left, traceparent, {d.now} AS now"""
+        RETURNING id, status, epoch, step, lease_until, due_at, deadline_at, remaining_ms,
+            expires_at, cancel_requested_at, steps_left, model_calls_left,
+            tool_calls_left, traceparent, {d.now} AS now, CASE WHEN status = 'reconciling'
+                THEN (SELECT e.tool FROM handrail_effect AS e WHERE e.id = effect_id) END AS tool"""
 
 
 @lru_cache(maxsize=2)
-def republish(postgres: bool) -> str:
+def published(postgres: bool) -> str:
     """Count a publication of due steps and set when they are published again: doubling, up to a
     bound.
+
+    What was claimed meanwhile, or is being claimed, needs neither.
     """
     d = dialect(postgres)
-    ids = "= ANY(:ids)" if postgres else "IN (SELECT value FROM json_each(:ids))"
     least = "LEAST" if postgres else "min"
     power = "(1 << LEAST(r.publishes, 10)::int)" if postgres else "(1 << min(r.publishes, 10))"
     pause = f"{least}({REPUBLISH_MAX_MS}, 2 * {REPUBLISH_MS} * {power})"
+    taken = (
+        f"= ANY (ARRAY({unclaimed(True)} FOR UPDATE OF handrail_run SKIP LOCKED))"
+        if postgres
+        else f"IN ({unclaimed(False)})"
+    )
     return f"""
         UPDATE handrail_run AS r SET publishes = publishes + 1, wake_at = {d.now} + {pause}
         {d.clock}
-        WHERE r.id {ids} AND r.status IN ('queued', 'running', 'executing')
-            AND r.lease_until IS NULL AND r.cancel_requested_at IS NULL AND r.due_at IS NOT NULL
-        RETURNING id, epoch, step, deadline_at, steps_left, model_calls_left,
-            tool_calls_left, traceparent, {d.now} AS now"""
+        WHERE r.id {taken}"""
+
+
+@lru_cache(maxsize=2)
+def unclaimed(postgres: bool) -> str:
+    """Find which steps are still due as they were published: a claim raises the run's epoch."""
+    as_sent = (
+        """FROM handrail_run NATURAL JOIN
+                unnest(:ids::text[], :epochs::bigint[]) AS sent(id, epoch) WHERE"""
+        if postgres
+        else """FROM handrail_run WHERE (id, epoch) IN (
+                SELECT json_extract(value, '$[0]'), json_extract(value, '$[1]')
+                FROM json_each(:sent)) AND"""
+    )
+    return f"""SELECT id {as_sent}
+            status IN ('queued', 'running', 'executing') AND lease_until IS NULL
+            AND cancel_requested_at IS NULL AND due_at IS NOT NULL"""
 
 
 RENEW_POSTGRES = f"""
@@ -313,9 +349,8 @@ RENEW_SQLITE = """
         wake_at = max(r.lease_until, min(:now + :lease_ms,
             (SELECT json_extract(v.value, '$[2]') FROM json_each(:held) AS v
              WHERE json_extract(v.value, '$[0]') = r.id)))
-    WHERE r.lease_until IS NOT NULL AND EXISTS (
-        SELECT 1 FROM json_each(:held) AS v
-        WHERE json_extract(v.value, '$[0]') = r.id AND json_extract(v.value, '$[1]') = r.claim_id)
+    WHERE r.lease_until IS NOT NULL AND (r.id, r.claim_id) IN (
+        SELECT json_extract(value, '$[0]'), json_extract(value, '$[1]') FROM json_each(:held))
     RETURNING claim_id, cancel_requested_at"""
 
 
@@ -342,5 +377,88 @@ def give_back(postgres: bool) -> str:
             AND r.status IN ('running', 'executing') AND r.cancel_requested_at IS NULL
             AND NOT EXISTS (SELECT 1 FROM handrail_effect AS e WHERE e.id = r.effect_id
                 AND e.owner_run_id = r.id AND e.status IN ('dispatched', 'unknown'))
-        RETURNING id, epoch, step, deadline_at, steps_left, model_calls_left,
+        RETURNING id, epoch, step, deadline_at, remaining_ms, steps_left, model_calls_left,
             tool_calls_left, traceparent, {d.now} AS now"""
+
+
+#: What keeps a write from being dispatched: the widest pause that it is under, and how much of its
+#: tool is in doubt, counted no further than it matters.
+PAUSED: Final = """
+    SELECT (SELECT scope || ':' || name FROM handrail_pause
+            WHERE (scope = 'fleet' AND name = '') OR (scope = 'tenant' AND name = :tenant)
+                OR (scope = 'workflow' AND name = :workflow) OR (scope = 'tool' AND name = :tool)
+            ORDER BY CASE scope WHEN 'fleet' THEN 0 WHEN 'tenant' THEN 1 WHEN 'workflow' THEN 2
+                ELSE 3 END
+            LIMIT 1) AS paused,
+        (SELECT count(*) FROM (SELECT 1 FROM handrail_effect
+            WHERE tool = :tool AND unknown_since IS NOT NULL LIMIT :most) AS doubts) AS doubtful"""
+
+
+@lru_cache(maxsize=2)
+def set_going(postgres: bool) -> str:
+    """Make the runs due that wait on a pause: those that are due later while their clock stands.
+
+    Finds them by when the sweep would have looked; one that is locked is being looked at anyway.
+    """
+    d = dialect(postgres)
+    now = f"(SELECT {PG_NOW})" if postgres else ":now"
+    waiting = f"""(SELECT id FROM handrail_run
+            WHERE wake_at <= {now} + :within_ms AND status <> 'reconciling'
+                AND due_at IS NOT NULL AND deadline_at IS NULL {d.skip_locked})"""
+    return f"""
+        UPDATE handrail_run AS r SET due_at = {d.now}, wake_at = {d.now} {d.clock}
+        WHERE r.id {f"= ANY (ARRAY{waiting})" if postgres else f"IN {waiting}"}"""
+
+
+@lru_cache(maxsize=2)
+def put_off(postgres: bool) -> str:
+    """Put runs that wait on a pause off, while it is in force and no limit of theirs is over."""
+    d = dialect(postgres)
+    ids = "IN (SELECT value FROM json_each(:ids))"
+    if postgres:  # what is locked is being looked at: to wait for it could be for ever
+        free = "SELECT id FROM handrail_run WHERE id = ANY(:ids) FOR UPDATE SKIP LOCKED"
+        ids = f"= ANY (ARRAY({free}))"
+    crowded = "= ANY(:crowded)" if postgres else "IN (SELECT value FROM json_each(:crowded))"
+    effect = "FROM handrail_effect AS e WHERE e.id = r.effect_id"
+    return f"""
+        UPDATE handrail_run AS r
+        SET due_at = {d.now} + :pause_ms, wake_at = {d.now} + :pause_ms {d.clock}
+        WHERE r.id {ids} AND r.due_at IS NOT NULL AND r.deadline_at IS NULL
+            AND r.lease_until IS NULL AND r.cancel_requested_at IS NULL
+            AND r.expires_at > {d.now} AND (
+                EXISTS (SELECT 1 FROM handrail_pause AS p WHERE p.scope = 'fleet'
+                    OR (p.scope = 'tenant' AND p.name = r.tenant)
+                    OR (p.scope = 'workflow' AND p.name = r.workflow)
+                    OR (p.scope = 'tool' AND p.name = (SELECT e.tool {effect})))
+                OR EXISTS (SELECT 1 {effect} AND e.tool {crowded} AND e.status <> 'unknown'))
+        RETURNING id"""
+
+
+def _counted(table: str, where: str) -> str:
+    """Count, no further than it matters; each condition is that of a partial index."""
+    return f"(SELECT count(*) FROM (SELECT 1 FROM {table} WHERE {where} LIMIT :most) AS counted)"
+
+
+#: How much the sweep and people have before them, and since when.
+FIGURES: Final = f"""
+    SELECT {_counted("handrail_run", "wake_at <= :now AND status <> 'reconciling'")} AS due,
+        {_counted("handrail_run", "wake_at <= :now AND status = 'reconciling'")} AS in_doubt,
+        (SELECT min(wake_at) FROM handrail_run
+            WHERE wake_at IS NOT NULL AND status <> 'reconciling') AS oldest_due,
+        (SELECT min(wake_at) FROM handrail_run
+            WHERE wake_at IS NOT NULL AND status = 'reconciling') AS oldest_doubt,
+        {_counted("handrail_effect", "unknown_since IS NOT NULL")} AS unknown,
+        (SELECT min(unknown_since) FROM handrail_effect
+            WHERE unknown_since IS NOT NULL) AS unknown_since,
+        {_counted("handrail_handoff", "status = 'open'")} AS handoffs"""
+
+#: Runs that are not over, by status: those that the sweep will look at, and those that a person has
+#: to.
+RUNS_UNDER_WAY: Final = """
+    SELECT status, count(*) AS runs FROM (SELECT status FROM handrail_run
+        WHERE wake_at IS NOT NULL AND status <> 'reconciling' LIMIT :most) AS r GROUP BY status
+    UNION ALL SELECT 'reconciling', count(*) FROM (SELECT 1 FROM handrail_run
+        WHERE wake_at IS NOT NULL AND status = 'reconciling' LIMIT :most) AS r
+    UNION ALL SELECT 'handed_off', count(*) FROM (SELECT 1 FROM handrail_run
+        WHERE status = 'handed_off' AND id IN
+            (SELECT run_id FROM handrail_handoff WHERE status = 'open') LIMIT :most) AS r"""

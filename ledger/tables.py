@@ -15,6 +15,8 @@ from sqlmodel import Field, SQLModel
 
 from handrail.agent.budget import Phase
 from handrail.agent.effects import Doubt, EffectStatus, Trigger
+from handrail.agent.machine import Mode
+from handrail.agent.pauses import Scope
 from handrail.agent.status import RunStatus
 
 METADATA = MetaData()
@@ -61,10 +63,11 @@ class RunRow(Table, table=True):
             name="handrail_run_traced_status",
         ),
         CheckConstraint(one_of("phase", Phase), name="handrail_run_phase"),
+        CheckConstraint(one_of("mode", Mode), name="handrail_run_mode"),
         CheckConstraint(
             "steps_left >= 0 AND model_calls_left >= 0 AND tool_calls_left >= 0"
             " AND tokens_left >= 0 AND cost_microusd_left >= 0 AND output_bytes_left >= 0"
-            " AND tool_calls_reserved IN (0, 1)",
+            " AND tool_calls_reserved IN (0, 1) AND compensations_reserved IN (0, 1, 2)",
             name="handrail_run_budget",
         ),
         CheckConstraint(
@@ -77,15 +80,23 @@ class RunRow(Table, table=True):
             name="handrail_run_terminal",
         ),
         # Everything that the sweep has to look at, and nothing else: proportional to what is due.
+        # A row is in one of the two: doubts never stand before a run that only has to go on.
         Index(
             "handrail_run_wake",
             "wake_at",
-            postgresql_where=text("wake_at IS NOT NULL"),
-            sqlite_where=text("wake_at IS NOT NULL"),
+            postgresql_where=text("wake_at IS NOT NULL AND status <> 'reconciling'"),
+            sqlite_where=text("wake_at IS NOT NULL AND status <> 'reconciling'"),
+        ),
+        Index(
+            "handrail_run_doubt",
+            "wake_at",
+            postgresql_where=text("wake_at IS NOT NULL AND status = 'reconciling'"),
+            sqlite_where=text("wake_at IS NOT NULL AND status = 'reconciling'"),
         ),
         Index(
             "handrail_run_dedupe",
             "tenant",
+            "mode",  # a shadow run never takes the place of the real one
             "dedupe_key",
             unique=True,
             postgresql_where=text("dedupe_key IS NOT NULL"),
@@ -104,6 +115,7 @@ class RunRow(Table, table=True):
     limits: str = _text()
     dedupe_key: str | None = _text(null=True)
     traceparent: str | None = _text(null=True)
+    mode: str = _text()
     created_at: int = _int()
     # status and fencing
     status: str = _text()
@@ -120,7 +132,7 @@ class RunRow(Table, table=True):
     wake_at: int | None = _int(null=True)  # when the sweep must look
     publishes: int = _int(default=0)
     deadline_at: int | None = _int(null=True)
-    remaining_ms: int | None = _int(null=True)  # working time left while parked
+    remaining_ms: int | None = _int(null=True)  # working time left while the clock stands still
     expires_at: int = _int()
     cancel_requested_at: int | None = _int(null=True)
     # budget left
@@ -129,6 +141,7 @@ class RunRow(Table, table=True):
     model_calls_left: int = _int()
     tool_calls_left: int = _int()
     tool_calls_reserved: int = _int(default=0)
+    compensations_reserved: int = _int(default=0)  # kept while its write is in flight
     tokens_left: int = _int()
     cost_microusd_left: int = _int()
     output_bytes_left: int = _int()
@@ -141,7 +154,8 @@ class RunRow(Table, table=True):
     pending: str | None = _text(null=True)
     told: str | None = _text(null=True)
     answer: str | None = _text(null=True)
-    effect_id: str | None = _text(null=True)
+    effect_id: str | None = _text(null=True)  # the latest
+    undoing_effect_id: str | None = _text(null=True)  # what the latest undoes, if it is for that
 
 
 class ToolAllowanceRow(Table, table=True):
@@ -215,10 +229,21 @@ class EffectRow(Table, table=True):
             " AND dispatch_deadline_at IS NOT NULL)",
             name="handrail_effect_dispatched",
         ),
+        CheckConstraint(
+            "status <> 'compensating' OR compensation IS NOT NULL",
+            name="handrail_effect_compensating",
+        ),
         Index("handrail_effect_intent", "tenant", "intent_key", unique=True),
         Index(
             "handrail_effect_unresolved",
             "unknown_since",
+            postgresql_where=text("unknown_since IS NOT NULL"),
+            sqlite_where=text("unknown_since IS NOT NULL"),
+        ),
+        # Each dispatch counts what is in doubt of its tool.
+        Index(
+            "handrail_effect_doubtful",
+            "tool",
             postgresql_where=text("unknown_since IS NOT NULL"),
             sqlite_where=text("unknown_since IS NOT NULL"),
         ),
@@ -249,6 +274,8 @@ class EffectRow(Table, table=True):
     result: str | None = _text(null=True)
     evidence: str | None = _text(null=True)
     approval_id: str | None = _text(null=True)
+    compensation: str | None = _text(null=True)  # how it is undone, recorded before it is sent
+    compensates: str | None = _text(null=True)  # the effect that it was planned to undo
 
 
 class EffectHolderRow(Table, table=True):
@@ -354,3 +381,21 @@ class WorkerRow(Table, table=True):
     name: str = _text(key=True)
     kind: str = _text()
     at: int = _int()
+
+
+class PauseRow(Table, table=True):
+    """A pause that a person has ordered: while the row is there, no write in its scope is
+    dispatched.
+    """
+
+    __tablename__: ClassVar[str] = "handrail_pause"
+    __table_args__ = (
+        CheckConstraint(one_of("scope", Scope), name="handrail_pause_scope"),
+        CheckConstraint("(scope = 'fleet') = (name = '')", name="handrail_pause_name"),
+    )
+
+    scope: str = _text(key=True)
+    name: str = _text(key=True)  # of the tenant, workflow or tool; '' for the fleet
+    reason: str = _text()
+    paused_by: str = _text()
+    paused_at: int = _int()

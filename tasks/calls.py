@@ -45,12 +45,27 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """How a call ended. `late` is its still running rest, where it was given up."""
+    """How a call ended. `late` is its still running rest, where it was given up. `begun=False`: its
+    function was never called.
+    """
 
     end: End
     value: Any = None
     error: BaseException | None = None
     late: asyncio.Future[Any] | None = None
+    begun: bool = True
+
+
+class _TooLate(Exception):
+    """Control flow: the time for a call was over before it began."""
+
+
+class GivenUp(TimeoutError):
+    """A call has not ended in its time. `late` is its still running rest, where there is one."""
+
+    def __init__(self, limit_ms: int, late: asyncio.Future[Any] | None) -> None:
+        super().__init__(f"no answer within {limit_ms} ms")
+        self.late = late
 
 
 async def call(
@@ -59,8 +74,13 @@ async def call(
     limit_ms: int,
     wish: asyncio.Future[None],
     aborted: threading.Event | None = None,
+    in_time: Callable[[], bool] = lambda: True,
 ) -> Called:
-    """Make one call and say how it ended. `wish` is done when the run is wished to be cancelled."""
+    """Make one call and say how it ended. `wish` is done when the run is wished to be cancelled.
+
+    `in_time` is asked right before the function is called: until then the event loop, or the whole
+    process, may stand still for any time.
+    """
     if limit_ms <= 0:
         return Called(End.TIMED_OUT)
     loop = asyncio.get_running_loop()
@@ -70,7 +90,7 @@ async def call(
         if not over.done():
             over.set_result(None)
 
-    work = _begin(function, args, end)
+    work = _begin(function, args, end, in_time)
     work.add_done_callback(end)
     limit = loop.call_later(limit_ms / 1000, end)
     if not wish.done():
@@ -79,32 +99,36 @@ async def call(
         wish.add_done_callback(end)
     try:
         await over
+    except asyncio.CancelledError:
+        _give_up(work, aborted)  # who made the call is cut off itself: nobody waits for it any more
+        raise
     finally:
         limit.cancel()
         wish.remove_done_callback(end)
         work.remove_done_callback(end)
     if work.done():
         error = work.exception() if not work.cancelled() else _harmless(asyncio.CancelledError())
+        if isinstance(error, _TooLate):
+            return Called(End.TIMED_OUT, begun=False)
         if error is not None:
             return Called(End.RAISED, error=error)
         return Called(End.RETURNED, work.result())
-    if aborted is not None:
-        aborted.set()
-    if isinstance(work, asyncio.Task):
-        work.cancel()
-    work.add_done_callback(_swallow)
+    _give_up(work, aborted)
     return Called(End.CANCELLED if wish.done() else End.TIMED_OUT, late=work)
 
 
 def _begin(
-    function: Callable[..., Any], args: tuple[Any, ...], end: Callable[[], None]
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    end: Callable[[], None],
+    in_time: Callable[[], bool],
 ) -> asyncio.Future[Any]:
     loop = asyncio.get_running_loop()
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004  # an object whose call is a coroutine
     ):
-        return loop.create_task(_awaited(function, args, end))
-    return in_thread(_not_awaitable, function, args)
+        return loop.create_task(_awaited(function, args, end, in_time))
+    return in_thread(_not_awaitable, function, args, in_time)
 
 
 def in_thread(function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
@@ -133,7 +157,11 @@ def in_thread(function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
     return done
 
 
-def _not_awaitable(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _not_awaitable(
+    function: Callable[..., Any], args: tuple[Any, ...], in_time: Callable[[], bool]
+) -> Any:
+    if not in_time():
+        raise _TooLate
     value = function(*args)
     if inspect.isawaitable(value):
         if inspect.iscoroutine(value):
@@ -143,10 +171,15 @@ def _not_awaitable(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 async def _awaited(
-    function: Callable[..., Awaitable[Any]], args: tuple[Any, ...], end: Callable[[], None]
+    function: Callable[..., Awaitable[Any]],
+    args: tuple[Any, ...],
+    end: Callable[[], None],
+    in_time: Callable[[], bool],
 ) -> Any:
     # Called in here: what it raises before it is awaited is the call's error, not the step's.
     try:
+        if not in_time():
+            raise _TooLate
         return await function(*args)
     except asyncio.CancelledError:
         raise
@@ -165,9 +198,17 @@ def _harmless(error: BaseException) -> Exception:
     return RuntimeError(f"a call raised {type(error).__name__}")
 
 
+def _give_up(work: asyncio.Future[Any], aborted: threading.Event | None) -> None:
+    if aborted is not None:
+        aborted.set()
+    if isinstance(work, asyncio.Task):
+        work.cancel()
+    work.add_done_callback(_swallow)
+
+
 def _swallow(work: asyncio.Future[Any]) -> None:
     if not work.cancelled():
         work.exception()  # given up: its error must not go unhandled
 
 
-__all__ = ["Called", "ToolCall", "call", "in_thread"]
+__all__ = ["Called", "GivenUp", "ToolCall", "call", "in_thread"]

@@ -15,17 +15,27 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel
 
 from handrail.agent import machine, protocol, trace
 from handrail.agent.budget import Phase, call_limit, charge_more
-from handrail.agent.canonical import Json, canonical
-from handrail.agent.effects import Terms, upstream_key
+from handrail.agent.canonical import Json, canonical, normal
+from handrail.agent.effects import (
+    Absent,
+    Applied,
+    CompensationRecord,
+    Doubt,
+    EffectStatus,
+    NoAnswer,
+    Pending,
+    Terms,
+    upstream_key,
+)
 from handrail.agent.errors import InvariantBroken, NotCanonical, ToolRefused, ToolUnclear
 from handrail.agent.loop import observation_of
-from handrail.agent.machine import RunState, Turn
+from handrail.agent.machine import Mode, RunState, Turn
 from handrail.agent.protocol import Go, Locked, Outcome, Ruling
 from handrail.agent.stage import (
     Answered,
@@ -56,7 +66,7 @@ from handrail.broker.message import StepMessage
 from handrail.gateway.model import Folded, ModelRequest, OutputOverflow, fold, may_pass
 from handrail.ledger.database import ConnectionLost
 from handrail.ledger.errors import DatabaseUnavailable
-from handrail.ledger.ledger import Claim, Plan, Ruled, StepEnd
+from handrail.ledger.ledger import Claim, Ledger, Plan, Ruled, StepEnd
 from handrail.ledger.lock import Refusal
 from handrail.tasks.calls import Called, ToolCall, call
 from handrail.tasks.runtime import Draining, Handle, Runtime
@@ -66,6 +76,8 @@ log = logging.getLogger("handrail.tasks")
 LOCK_PAUSE_MS = 1_000
 #: How long a sender holds on to an outcome while the ledger is away, in all about half a minute.
 OUTCOME_PAUSES_S = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+#: What becomes of a receipt that no record confirms.
+NOT_CONFIRMED: Final = Doubtful("not-confirmed")
 #: A longer reason for a refusal is cut: it goes into the trace and to the model.
 MAX_REASON = 300
 _T = TypeVar("_T")
@@ -151,6 +163,10 @@ class _Step:
         """Working time left: one reading of the ledger's clock, then the monotonic clock alone."""
         return self.claim.remaining_ms - _whole_ms(self.runtime.clock() - self.started)
 
+    def now_ms(self) -> int:
+        """The ledger's time, by the same two clocks."""
+        return self.claim.now + _whole_ms(self.runtime.clock() - self.started)
+
     def view(self, state: RunState, *, cancelled: bool | None = None) -> View:
         return state.view(
             remaining_ms=self.remaining_ms(),
@@ -191,50 +207,73 @@ class _Step:
                 ):
                     asked = True
                     if attempt:
-                        await asyncio.wait({self.handle.wish}, timeout=command.after_ms / 1000)
-                        state = await self._pay(told, model_calls=1)
+                        state = await self._pay(told, after_ms=command.after_ms, model_calls=1)
                     event = await self._ask(state, command)
+                case InvokeTool() if self._writes(command) and state.mode is Mode.SHADOW:
+                    if acted:
+                        await self._commit(told)
+                        return
+                    acted = True
+                    await self._must_be_usable(state, command)
+                    event = await self._stand_in(state, command)
                 case InvokeTool() if not acted and self._writes(command):
                     await self._write(told, command)
                     return
-                case InvokeTool() if not acted and state.left.tool_calls_reserved:
+                case InvokeTool(attempt=attempt) if attempt or (
+                    not acted and state.left.tool_calls_reserved
+                ):
                     acted = True  # a claim pays for one read
+                    if attempt:
+                        state = await self._pay(told, after_ms=command.after_ms, tool_calls=1)
+                    await self._must_be_usable(state, command)
                     state, event = await self._read(state, command)
-                case Verify(cost_microusd=price) if not acted:
+                case Verify(cost_microusd=price, attempt=attempt) if attempt or not acted:
                     acted = True
-                    if price:
-                        state = await self._pay(told, cost_microusd=price)
+                    if price or attempt:
+                        state = await self._pay(
+                            told, after_ms=command.after_ms, cost_microusd=price
+                        )
                     event = await self._verify(state, command)
                 case _:
                     await self._commit(told)
                     return
             told = self._tell(state, event)
 
-    async def _pay(self, told: _Told, *, model_calls: int = 0, cost_microusd: int = 0) -> RunState:
-        """Charge one more call of this step, durably, before it is made.
+    async def _pay(self, told: _Told, *, after_ms: int = 0, **calls: int) -> RunState:
+        """Charge one more call of this step after a pause, durably, before it is made.
 
         Where a budget or the deadline refuses it, or a cancel was wished, that stop is committed
-        and the step ends (`_Over`).
+        and the step ends (`_Over`). A wish ends the pause at once.
         """
+        if after_ms:
+            await asyncio.wait({self.handle.wish}, timeout=after_ms / 1000)
         state = told.turn.state
         here = _Told(state, None, Turn(state, told.turn.command))
-        left = charge_more(
-            state.left,
-            remaining_ms=self.remaining_ms(),
-            model_calls=model_calls,
-            cost_microusd=cost_microusd,
-        )
+        left = charge_more(state.left, remaining_ms=self.remaining_ms(), **calls)
         if self.handle.wish.done():
             self._cancelled_or_lost(here)
         elif isinstance(left, Reason):
-            turn = machine.stop(state, left, self.view(state))
-            self.events += turn.events
-            await self._commit(replace(here, turn=turn))
-        elif self.ledger.charge_more(self.claim, model_calls, cost_microusd):
+            await self._stop(state, left)
+        elif self.ledger.charge_more(self.claim, **calls):
             return replace(state, left=left)
         else:
             self._cancelled_or_lost(here)
         raise _Over
+
+    async def _must_be_usable(self, state: RunState, command: InvokeTool) -> None:
+        """Hold a read against its capability right before it is made, or stop the run."""
+        problem = command.unusable(
+            subject=state.principal.subject, state_version=state.state_version, now=self.now_ms()
+        )
+        if problem is not None:
+            reason, detail = problem
+            await self._stop(state, reason, problem=detail)
+            raise _Over
+
+    async def _stop(self, state: RunState, reason: Reason, **detail: Json) -> None:
+        turn = machine.stop(state, reason, self.view(state), detail)
+        self.events += turn.events
+        await self._commit(_Told(state, None, turn))
 
     def _first(self, state: RunState) -> _Told:
         """Where the step begins: at the root, at an event that has waited, or at the pending
@@ -246,9 +285,13 @@ class _Step:
         if state.told is not None:
             event = self._known(state, state.told)
             return _Told(state, event, machine.on(self.workflow, state, event, self.view(state)))
-        if state.pending is None or isinstance(state.pending, Park):
+        command = state.pending
+        if command is None or isinstance(command, Park):
             raise InvariantBroken(f"run {state.run_id} is due and has nothing to do")
-        return _Told(state, None, Turn(state, state.pending))
+        if isinstance(command, InvokeTool):
+            command = command.until(self.claim.deadline_at)
+            state = replace(state, pending=command)
+        return _Told(state, None, Turn(state, command))
 
     def _tell(self, state: RunState, event: Event) -> _Told:
         """Tell the machine what happened, and keep what it records."""
@@ -345,19 +388,19 @@ class _Step:
         state = replace(state, left=state.left.tool_call_used(command.tool))
         limit_ms, bound = call_limit(command.timeout_ms, self.remaining_ms())
         context = self._context(command, limit_ms, state)
-        self.events.append(
-            TraceEvent(
-                trace.TOOL_STARTED,
-                state.step,
-                {
-                    "tool": command.tool,
-                    "tool_call_id": self.claim.claim_id,
-                    "timeout_ms": limit_ms,
-                    "idempotency_key_hash": None,
-                    "arguments_hash": command.arguments_hash,
-                },
-            )
-        )
+        call_id = self.claim.claim_id
+        if command.attempt:
+            call_id = f"{call_id}.{command.attempt + 1}"
+        started: dict[str, Json] = {
+            "tool": command.tool,
+            "tool_call_id": call_id,
+            "timeout_ms": limit_ms,
+            "idempotency_key_hash": None,
+            "arguments_hash": command.arguments_hash,
+            "contract_version": command.contract_version,
+            "state_version": command.state_version,
+        }
+        self.events.append(TraceEvent(trace.TOOL_STARTED, state.step, started))
         arguments = tool.contract.revive(dict(command.arguments))
         done = await call(
             tool.execute,
@@ -369,7 +412,15 @@ class _Step:
         )
         end, reply = judged(tool.contract, arguments, done, state.facts)
         known = self._is_known(state, tool.contract, reply)
-        return state, Result(end, reply, bound, known, evidence=f"call:{self.claim.claim_id}")
+        return state, Result(
+            end,
+            reply,
+            bound,
+            known,
+            evidence=f"call:{call_id}",
+            retryable=_passing(done.error),
+            attempt=command.attempt,
+        )
 
     def _context(self, command: InvokeTool, limit_ms: int, state: RunState) -> ToolCall:
         return ToolCall(
@@ -378,6 +429,7 @@ class _Step:
             principal=state.principal,
             tool=command.tool,
             timeout_ms=limit_ms,
+            attempt=command.attempt + 1,
             facts=state.outputs,
         )
 
@@ -417,6 +469,7 @@ class _Step:
             principal=state.principal,
             tool="verify",
             timeout_ms=limit_ms,
+            attempt=command.attempt + 1,
             facts=state.outputs,
         )
         done = await call(
@@ -428,12 +481,45 @@ class _Step:
             aborted=context.aborted,
         )
         if done.end is not End.RETURNED:
-            return Verdict(done.end, bound=bound)
+            passing = _passing(done.error)
+            return Verdict(done.end, bound=bound, retryable=passing, attempt=command.attempt)
         match done.value:
             case Checked(ok, detail, evidence):
                 return Verdict(done.end, ok is True, detail, evidence, bound)
             case verdict:
                 return Verdict(done.end, verdict is True, bound=bound)
+
+    # ---- act: what a shadow run does instead of a write ------------------------------------------
+
+    async def _stand_in(self, state: RunState, command: InvokeTool) -> Event:
+        """Have the tool's stand-in say what the service would, and judge that like a result.
+
+        There is no effect, so that there is no doubt either: whatever is no receipt is a refusal.
+        """
+        tool = self._tool(command)
+        if tool.shadow is None:  # it had one when this was decided
+            return Result(End.RETURNED, Refused("stand-in:missing"))
+        if not self.runtime.may_start(self.handle):
+            raise _Lost
+        limit_ms, bound = call_limit(command.timeout_ms, self.remaining_ms())
+        context = replace(self._context(command, limit_ms, state), intent_key=command.intent_key)
+        self.events.append(machine.effect_shadowed(state, command, stand_in=True))
+        arguments = tool.contract.revive(dict(command.arguments))
+        done = await call(
+            tool.shadow,
+            arguments,
+            context,
+            limit_ms=limit_ms,
+            wish=self.handle.wish,
+            aborted=context.aborted,
+        )
+        _, reply = judged(tool.contract, arguments, done, state.facts)
+        if not isinstance(reply, Succeeded | Refused):
+            problem = reply.reason if reply is not None else done.end.value
+            reply = Refused(_reason(f"stand-in:{problem}"))
+        known = self._is_known(state, tool.contract, reply)
+        evidence = f"shadow:{self.claim.claim_id}"
+        return Result(End.RETURNED, reply, bound, known, evidence=evidence)
 
     # ---- act: a write ----------------------------------------------------------------------------
 
@@ -442,11 +528,13 @@ class _Step:
         call.
         """
         tool = self._tool(command)
+        effect_id = upstream_key(told.turn.state.tenant, command.intent_key or "")
+        told, undo = await self._way_back(told, command, tool, effect_id)
         state = told.turn.state
         if state.status is RunStatus.RUNNING:  # a lease given back, or a fixed write's first claim
             state = machine.moved(state, RunEvent.CHECKPOINT_RESUMED, self.events)
-        effect_id = upstream_key(state.tenant, command.intent_key or "")
-        planned = self._checkpoint(told, state, command, Terms.of(tool.contract))
+        plan = Plan(self.claim, command, Terms.of(tool.contract), undo)
+        planned = self._checkpoint(state, plan)
         if planned.ruling is None:
             self._cancelled_or_lost(told)
             return
@@ -465,7 +553,93 @@ class _Step:
         finally:
             await self._elsewhere(lambda: lock.release(effect_id, granted))
 
-    def _checkpoint(self, told: _Told, state: RunState, command: InvokeTool, terms: Terms) -> Ruled:
+    async def _way_back(
+        self, told: _Told, command: InvokeTool, tool: Tool, effect_id: str
+    ) -> tuple[_Told, CompensationRecord | None]:
+        """Find out how the write could be undone, which is recorded before it is sent; None where
+        nothing can undo it, or that is recorded already.
+
+        What cannot be read cannot be restored: then the write is not made now, as if its tool had
+        said "nothing happened, try again", and the step ends (`_Over`).
+        """
+        undo = tool.compensation
+        if undo is None:
+            return told, None
+        record = CompensationRecord(undo.tool.name, undo.tool.calls)
+        if undo.original is None:
+            return told, record
+        if not self._may_be_planned(effect_id):
+            return told, None
+        told = await self._paid_call(told)
+        state = told.turn.state
+        done = await self._original(undo.original, command, tool, state)
+        try:
+            if done.end is not End.RETURNED:
+                raise done.error or TimeoutError
+            found = done.value
+            if isinstance(found, BaseModel):
+                found = found.model_dump(mode="json")
+            original = normal(found)
+            if len(canonical(original)) > tool.contract.max_output_bytes:
+                raise NotCanonical("the original state is too large")
+        except Exception as error:
+            log.info("run %s: what %s changes was not read: %r", state.run_id, tool.name, error)
+            if self.handle.wish.done():
+                self._cancelled_or_lost(told)
+            else:
+                await self._not_readable(told, tool)
+            raise _Over from None
+        detail: dict[str, Json] = {"tool": tool.name, "effect": effect_id}
+        self.events.append(TraceEvent(trace.ORIGINAL_READ, state.step, detail))
+        return told, replace(record, original=original)
+
+    def _may_be_planned(self, effect_id: str) -> bool:
+        """Whether nothing of an intent can be there yet, and this run has not recorded it."""
+        if self.claim.effect_id == effect_id:
+            return False
+        found = self.ledger.find_effect(effect_id)
+        if found is None or found.status is EffectStatus.PLANNED:
+            return True
+        lacks = found.compensation is None or found.doubt is Doubt.NONE
+        return found.status is EffectStatus.ABSENT and lacks
+
+    async def _paid_call(self, told: _Told) -> _Told:
+        """Pay for a call beside the write, durably: with the one that the claim has reserved, if
+        there is one.
+        """
+        state = told.turn.state
+        if self.handle.wish.done():
+            self._cancelled_or_lost(told)
+            raise _Over
+        if not state.left.tool_calls_reserved:
+            state = await self._pay(told, tool_calls=1)
+        if not self.runtime.may_start(self.handle, reserved=True):
+            raise _Lost
+        left = state.left.call_used()
+        turn = replace(told.turn, state=replace(state, left=left))
+        return replace(told, before=replace(told.before, left=left), turn=turn)
+
+    async def _original(
+        self, read: Callable[..., Any], command: InvokeTool, tool: Tool, state: RunState
+    ) -> Called:
+        limit_ms, _ = call_limit(command.timeout_ms, self.remaining_ms())
+        context = replace(self._context(command, limit_ms, state), intent_key=command.intent_key)
+        return await call(
+            read,
+            tool.contract.revive(dict(command.arguments)),
+            context,
+            limit_ms=limit_ms,
+            wish=self.handle.wish,
+            aborted=context.aborted,
+        )
+
+    async def _not_readable(self, told: _Told, tool: Tool) -> None:
+        state, reply = told.turn.state, Refused("original-unreadable", retryable=True)
+        known = self._is_known(state, tool.contract, reply)
+        event = Result(End.RETURNED, reply, known=known, evidence=f"call:{self.claim.claim_id}")
+        await self._commit(self._tell(state, event))
+
+    def _checkpoint(self, state: RunState, plan: Plan) -> Ruled:
         """Make the accepted proposal durable, so that a redelivered step never asks the model
         again.
         """
@@ -474,7 +648,7 @@ class _Step:
             if not self._mine(locked) or locked.cancel_requested:
                 return None
             return Ruling(
-                state=replace(state, left=state.left.settled(), pending=command, told=None),
+                state=replace(state, left=state.left.settled(), pending=plan.command, told=None),
                 events=tuple(self.events),
                 observation=self.observation,
                 outputs=self.outputs,
@@ -487,7 +661,7 @@ class _Step:
             decide,
             phase=lambda _: Phase.WRITE,
             output_bytes=self.output_bytes,
-            plan=Plan(self.claim, command, terms),
+            plan=plan,
         )
         if done.ruling is not None:
             self.events.clear()
@@ -498,6 +672,8 @@ class _Step:
         arguments = tool.contract.revive(dict(command.arguments))  # the tool's own code: not later
         before = self.runtime.clock()
         decided: list[protocol.Dispatch] = []
+        # Its claim was for nothing but this write: under a pause, to try it costs no time.
+        kept_ms = self.claim.remaining_ms if self.claim.phase is Phase.WRITE else None
 
         def decide(locked: Locked) -> Ruling | None:
             ruling, dispatch = protocol.dispatch(
@@ -506,11 +682,12 @@ class _Step:
                 claim_id=self.claim.claim_id,
                 call_ms=command.timeout_ms,
                 max_stall_ms=self.runtime.max_stall_ms,
+                kept_ms=kept_ms,
             )
             decided[:] = [dispatch]
             return ruling
 
-        ruled = self.ledger.rule(self.claim.run_id, decide)
+        ruled = self.ledger.rule(self.claim.run_id, decide, dispatches=tool.name)
         go = decided[0]
         if not isinstance(go, Go):
             self.runtime.counts[f"halt:{go.code}"] += 1
@@ -549,11 +726,42 @@ class _Step:
             limit_ms=left_ms,
             wish=self.handle.wish,
             aborted=context.aborted,
+            in_time=lambda: self.runtime.clock() < deadline,
         )
+        if not done.begun:  # the loop, or the whole process, stood still
+            self._outcome(go, tool, End.RETURNED, None, sent=False)
+            return
         end, reply = judged(tool.contract, arguments, done, state.facts)
         if done.late is not None:
             self._listen_for_late(done.late, go, tool, arguments, state)
+        if isinstance(reply, Succeeded) and tool.contract.confirmed_by_query:
+            left_ms = _whole_ms(deadline - self.runtime.clock())
+            reply = await self._confirmed(tool, context, left_ms, arguments, reply, state)
         await self._outcome_kept(go, tool, end, reply, bound=bound)
+
+    async def _confirmed(
+        self,
+        tool: Tool,
+        context: ToolCall,
+        limit_ms: int,
+        arguments: Any,
+        receipt: Succeeded,
+        state: RunState,
+    ) -> Reply:
+        """Believe a receipt only once the service's own record says the same.
+
+        The dispatch has paid for this. A wish to cancel does not cut it off: it starts nothing.
+        """
+        assert tool.query is not None
+        found = await call(
+            tool.query,
+            arguments,
+            replace(context, timeout_ms=limit_ms),
+            limit_ms=limit_ms,
+            wish=asyncio.get_running_loop().create_future(),
+            aborted=context.aborted,
+        )
+        return receipt if confirms(tool.contract, arguments, found, state.facts) else NOT_CONFIRMED
 
     async def _outcome_kept(
         self, go: Go, tool: Tool, end: End, reply: Reply | None, *, bound: bool
@@ -610,20 +818,14 @@ class _Step:
         digest = None
         if isinstance(reply, Succeeded | Refused):
             digest = observation_of(tool.contract, reply).digest
-        own = run_id = self.claim.run_id
-        while True:
-            ruled = self.ledger.rule(
-                run_id,
-                lambda locked: protocol.outcome(locked, self.workflow, out),
-                effect_id=go.effect.id,
-                known_digest=digest,
-                phase=self._phase if run_id == own else None,
-            )
-            if ruled.ruling is not None:
-                break
-            effect = ruled.locked.effect
-            assert effect is not None and effect.owner_run_id is not None
-            run_id = effect.owner_run_id  # has sent the intent again: its row decides
+        ruled = tell_outcome(
+            self.ledger,
+            self.claim.run_id,
+            self.workflow,
+            out,
+            known_digest=digest,
+            phase=self._phase,
+        )
         self.handle.writing = False
         self.runtime.send(ruled.due)
 
@@ -638,6 +840,8 @@ class _Step:
             done = Called(End.RETURNED, work.result())
             end, reply = judged(tool.contract, arguments, done, state.facts)
             if isinstance(reply, Succeeded):
+                if tool.contract.confirmed_by_query:  # its query is the reconciler's by now
+                    reply = NOT_CONFIRMED
                 try:
                     self._outcome(go, tool, end, reply)
                 except (ConnectionLost, DatabaseUnavailable) as error:
@@ -654,9 +858,27 @@ class _Step:
             self.events += turn.events
             await self._commit(_Told(state, None, turn))
             return
+        if isinstance(state.told, Resolved):
+            told = self._guarded(state, lambda: self._stopped_with_proof(state, reason))
+            await self._commit(told)
+            return
         # An effect that was released for sending again is still unknown: no stop may end the run
         # over it.
         self._rule_mine(lambda locked: protocol.spent(locked, reason))
+
+    def _stopped_with_proof(self, state: RunState, reason: Reason) -> _Told:
+        """A write was proved while the time ran out: what it came to is kept, at no cost, and the
+        run stops; unless that was all that it still had to do.
+        """
+        told = self._first(state)
+        if isinstance(told.turn.command, Park):  # nobody is asked in vain
+            return _Told(state, None, machine.stop(state, reason, self.view(state)))
+        if told.turn.state.status not in CLAIMABLE:
+            return told
+        end = machine.stop(told.turn.state, reason, self.view(told.turn.state))
+        events = (*told.turn.events, *end.events)
+        turn = replace(told.turn, state=end.state, command=end.command, events=events)
+        return replace(told, turn=turn)
 
     async def _commit(self, told: _Told) -> None:
         state = told.turn.state
@@ -728,6 +950,32 @@ class _Step:
         return await asyncio.get_running_loop().run_in_executor(None, act)
 
 
+def tell_outcome(
+    ledger: Ledger,
+    run_id: str,
+    workflow: Workflow,
+    out: Outcome,
+    *,
+    known_digest: str | None,
+    phase: Callable[[RunState], Phase] | None = None,
+) -> Ruled:
+    """Commit what a sender knows of its attempt, for the run that owns the effect by now."""
+    while True:
+        ruled = ledger.rule(
+            run_id,
+            lambda locked: protocol.outcome(locked, workflow, out),
+            effect_id=out.effect_id,
+            known_digest=known_digest,
+            phase=phase,
+        )
+        if ruled.ruling is not None:
+            return ruled
+        effect = ruled.locked.effect
+        assert effect is not None and effect.owner_run_id is not None
+        run_id = effect.owner_run_id  # has sent the intent again: its row decides
+        phase = None
+
+
 def judged(
     contract: ToolContract, arguments: Any, done: Called, run: RunFacts
 ) -> tuple[End, Reply | None]:
@@ -739,7 +987,9 @@ def judged(
     """
     said = done.value if done.error is None else done.error
     if isinstance(said, ToolRefused | Refused):
-        return End.RETURNED, Refused(_reason(said.reason), bool(said.retryable))
+        # A refusal that the service has stored under the key would be all that the key ever gets.
+        stored = contract.side_effect.writes and contract.stores_failures
+        return End.RETURNED, Refused(_reason(said.reason), bool(said.retryable) and not stored)
     if isinstance(said, ToolUnclear | Doubtful):
         return End.RETURNED, Doubtful(_reason(said.reason))
     if done.end is not End.RETURNED:
@@ -771,6 +1021,26 @@ def judged(
     if contract.side_effect.writes:
         return End.RETURNED, Doubtful(problem)
     return End.RETURNED, Refused(problem)
+
+
+def _passing(error: BaseException | None) -> bool:
+    """Whether a read or a check that ended with this error may succeed when it is made again."""
+    if isinstance(error, ToolRefused):
+        return error.retryable is True
+    return may_pass(error)
+
+
+def confirms(contract: ToolContract, arguments: Any, found: Called, run: RunFacts) -> bool:
+    """Whether what a query has found confirms a receipt: a record that fits what was asked for."""
+    said = found.value
+    if found.end is not End.RETURNED or said is None:
+        return False
+    if isinstance(said, Absent | Pending | NoAnswer | Refused):
+        return False
+    if isinstance(said, Applied):
+        said = said.value
+    _, reply = judged(contract, arguments, Called(End.RETURNED, said), run)
+    return isinstance(reply, Succeeded)
 
 
 def _reason(said: object) -> str:

@@ -32,7 +32,7 @@ from tests.live_fleet import Note, World, declare
 ROOT = Path(__file__).parent.parent
 SECONDS = 40.0  # for anything that must happen; only a failure takes that long
 POLL_S = 0.02
-CELERY = [sys.executable, "-m", "celery", "-A", "tests.live_fleet:fleet.celery"]
+FLEET = "tests.live_fleet:fleet.celery"
 _T = TypeVar("_T")
 Move = dict[str, Any]
 
@@ -87,13 +87,15 @@ class Worker:
 class Deployment:
     """A fleet of worker processes with a beat process, its world, and this test as its client.
 
-    Every second worker's wall clock is `ahead_s` ahead (not on SQLite, whose clock it is).
+    Every second worker's wall clock is `ahead_s` ahead (not on SQLite, whose clock it is). `beat`
+    is the app whose beat it is; None: there is none.
     """
 
     directory: Path
     database_url: str
     broker_url: str
     ahead_s: float = 3600
+    beat: str | None = FLEET
     settings: dict[str, Any] = field(default_factory=dict)
     tag: str = field(default_factory=lambda: f"live{uuid.uuid4().hex[:10]}")
     workers: dict[int, Worker] = field(default_factory=dict)  # by process id
@@ -120,8 +122,9 @@ class Deployment:
 
     def staff(self, count: int = 2) -> Deployment:
         """See to it that so many workers are at work, and a beat."""
-        if not self._processes:
-            self._run("beat", "-s", self.directory / "schedule", "--pidfile=", name="beat")
+        if not self._processes and self.beat is not None:
+            schedule = self.directory / "schedule"
+            self._run("beat", "-s", schedule, "--pidfile=", name="beat", app=self.beat)
         self.workers = {pid: worker for pid, worker in self.workers.items() if worker.is_alive}
         missing = [self._hire() for _ in range(count - len(self.workers))]
         for worker in missing:
@@ -144,7 +147,10 @@ class Deployment:
         process = self._run("worker", "--hostname", f"{name}@{self.tag}", name=name, **clock)
         return Worker(name, process, self.directory / f"{name}.log")
 
-    def _run(self, *command: str | Path, name: str, **environment: str) -> KeptProcess:
+    def _run(
+        self, *command: str | Path, name: str, app: str = FLEET, **environment: str
+    ) -> KeptProcess:
+        celery = [sys.executable, "-m", "celery", "-A", app]
         values = {
             **{f"HANDRAIL_{key.upper()}": str(value) for key, value in self.settings.items()},
             "LIVE_WORLD": str(self.directory / "world"),
@@ -153,7 +159,7 @@ class Deployment:
             **environment,
         }
         process = KeptProcess(
-            ["env", *(f"{key}={value}" for key, value in values.items()), *CELERY, *command],
+            ["env", *(f"{key}={value}" for key, value in values.items()), *celery, *command],
             directory=ROOT,
             log=self.directory / f"{name}.log",
         )

@@ -28,7 +28,7 @@ from handrail.agent.budget import (
 )
 from handrail.agent.errors import InvalidBudget, InvalidDefinition
 from handrail.agent.fixed import Verify
-from handrail.agent.retry import ModelRetry
+from handrail.agent.retry import Retry
 from handrail.agent.stage import Action, Stage
 from handrail.agent.status import Reason
 from handrail.agent.tools import FOREVER, Principal, Tool, ToolContract
@@ -309,7 +309,7 @@ def _works_until_aborted(saw_abort: threading.Event) -> Callable[[Any], None]:
 
 # ---- retries are calls --------------------------------------------------------------------------
 
-QUICK = ModelRetry(attempts=3, base_ms=2)
+QUICK = Retry(attempts=3, base_ms=2)
 
 
 def failing(times: int, error: Callable[[], BaseException]) -> Asked:
@@ -362,6 +362,7 @@ def test_without_a_policy_a_failed_model_call_stops_the_run() -> None:
     assert (run.status, run.reason, run.model_calls) == ("failed", "model-failed", 1)
 
 
+@pytest.mark.accept("RTY-03", "RTY-14")
 @pytest.mark.parametrize(
     ("error", "calls"),
     [
@@ -408,7 +409,7 @@ async def never() -> None:
 
 
 def test_retries_that_use_up_the_model_calls_stop_the_run_for_that_budget() -> None:
-    bench = Bench(failing(9, ConnectionResetError), retry=ModelRetry(attempts=9, base_ms=1))
+    bench = Bench(failing(9, ConnectionResetError), retry=Retry(attempts=9, base_ms=1))
 
     run = bench.run(budget={"model_calls": 2})
 
@@ -421,7 +422,7 @@ def test_a_pause_that_would_reach_the_deadline_is_not_begun() -> None:
     day = 24 * 3_600_000
     bench = Bench(
         failing(9, ConnectionResetError),
-        retry=ModelRetry(base_ms=day, cap_ms=day, max_pause_ms=day),
+        retry=Retry(base_ms=day, cap_ms=day, max_pause_ms=day),
     )
 
     run = bench.run()
@@ -437,9 +438,7 @@ def test_a_cancel_ends_the_pause_and_no_attempt_follows() -> None:
         raise ConnectionResetError
 
     minute = 60_000
-    bench = Bench(
-        Asked(propose), retry=ModelRetry(base_ms=minute, cap_ms=minute, max_pause_ms=minute)
-    )
+    bench = Bench(Asked(propose), retry=Retry(base_ms=minute, cap_ms=minute, max_pause_ms=minute))
     driven = Driven(bench.fleet, bench.fleet.enqueue("work", goal="test", run_id="paused"))
     assert failed.wait(PATIENCE_S)
 
@@ -455,7 +454,7 @@ def test_a_cancel_ends_the_pause_and_no_attempt_follows() -> None:
 def test_a_pause_doubles_up_to_the_cap_and_carries_jitter(attempt: int, chance: float) -> None:
     base = min(4_000, 250 * 2**attempt)
 
-    pause = ModelRetry().pause_ms(attempt, chance)
+    pause = Retry().pause_ms(attempt, chance)
 
     assert base // 2 <= pause < base + base // 2
 
@@ -464,7 +463,7 @@ def test_a_pause_doubles_up_to_the_cap_and_carries_jitter(attempt: int, chance: 
 @pytest.mark.parametrize("value", [0, 1.5, True, None])
 def test_a_retry_policy_wants_whole_numbers(name: str, value: Any) -> None:
     with pytest.raises(InvalidDefinition, match=name):
-        ModelRetry(**{name: value})
+        Retry(**{name: value})
 
 
 # ---- limits of single tools ---------------------------------------------------------------------
@@ -695,7 +694,7 @@ def _promises(answer_within_ms: int) -> Workflow:
                 name="loop",
                 actions=(Bench().lookup,),
                 verify=content,
-                retry=ModelRetry(attempts=4, max_pause_ms=2_000),
+                retry=Retry(attempts=4, max_pause_ms=2_000),
             )
         ],
         budget=Budget(model_calls=4, deadline_ms=38_000),
@@ -810,7 +809,7 @@ def test_run_round_call_and_retry_each_receive_the_time_that_remains() -> None:
         on_lookup=look,
         verify=check,
         limits=CallLimits(model_ms=600_000, tool_ms=600_000),
-        retry=ModelRetry(base_ms=8),
+        retry=Retry(base_ms=8),
     )
 
     run = bench.run(budget={"deadline_ms": 60_000})

@@ -67,6 +67,7 @@ class Desk:
             intent=lambda arguments, run: f"draft:{arguments['id']}",
             guarantee="idempotency-key",
             key_valid_for_ms=FOREVER,
+            takeover="operations",
             **contract,
         )
         async def execute(arguments: dict[str, Any], call: ToolCall) -> Any:
@@ -187,6 +188,7 @@ def test_nothing_private_reaches_the_model(desk: Desk) -> None:
         approval="never",
         intent=lambda arguments, run: f"{CANARY}-intent",
         guarantee="unique-constraint",
+        takeover="operations",
     )
     async def save(arguments: dict[str, Any], call: ToolCall) -> str:
         return "saved"
@@ -649,6 +651,7 @@ def test_the_same_candidates_in_the_same_state_come_to_the_same(candidates: list
                 approval="never",
                 intent=lambda arguments, run: f"draft:{arguments['id']}",
                 guarantee="unique-constraint",
+                takeover="operations",
             )
             async def save(arguments: dict[str, Any], call: ToolCall) -> str:
                 desk.calls.append((call.tool, arguments, call.timeout_ms, call.key))

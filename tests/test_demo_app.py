@@ -409,3 +409,16 @@ def test_a_provider_that_is_away_leaves_the_run_in_doubt_until_it_is_back(world:
 
     assert (run.status, run.reason) == ("completed", "completed")
     assert world.requests_for("HR-1032") == 1
+
+
+def test_a_provider_that_fails_right_after_the_payment_is_asked_for_its_record_again(
+    world: World,
+) -> None:
+    run = world.start("m-05")
+    world.provider.set_fault({"query_down": True, "next_requests": 1}, ANSWER_S)
+
+    run = world.confirm(run)
+
+    [failed] = world.events(run, "completion.failed")
+    assert failed["attempt"] == 1 and failed["retry_in_ms"] >= 125
+    assert (run.status, run.reason) == ("completed", "completed")

@@ -417,6 +417,7 @@ def refund(**given: Any) -> ToolContract:
         "intent": lambda arguments, run: f"refund:{arguments['order']}:{run.input['request']}",
         "guarantee": Guarantee.IDEMPOTENCY_KEY,
         "key_valid_for_ms": KEY_MS,
+        "takeover": "accounting",
     }
     return ToolContract(**declared | given)
 

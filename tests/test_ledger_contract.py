@@ -32,7 +32,7 @@ from handrail.agent.stage import Action
 from handrail.agent.status import Reason, RunStatus
 from handrail.agent.tools import FOREVER
 from handrail.broker.message import StepMessage
-from handrail.fleet import InvalidRun
+from handrail.fleet import InvalidQuery, InvalidRun
 from handrail.ledger.database import ConnectionLost
 from handrail.ledger.errors import (
     DatabaseUnavailable,
@@ -90,6 +90,26 @@ def test_a_double_click_is_one_run(world: World) -> None:
     assert world.start(run_id="a") == first  # the very same again
     with pytest.raises(RunExists):
         world.fleet.enqueue("draft", goal="another goal", run_id="a")
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"limit": -1},
+        {"limit": 0},
+        {"limit": 10_001},
+        {"limit": "all"},
+        {"limit": True},
+        {"status": "lost"},
+        {"status": "\x00"},
+        {"workflow": "\x00"},
+        {"workflow": 7},
+    ],
+)
+def test_what_cannot_be_looked_up_is_refused_on_either_database(world: World, asked: Any) -> None:
+    with pytest.raises(InvalidQuery) as refused:
+        world.fleet.runs(**asked)
+    assert refused.value.code == "invalid-query"
 
 
 def test_runs_that_are_accepted_at_once_under_one_key_are_one_run(world: World) -> None:

@@ -115,7 +115,13 @@ def ledger(
         yield opened
 
 
-RUN = {"id": "r1", "status": "queued", "traced_status": "queued", "phase": "decide"}
+RUN = {
+    "id": "r1",
+    "status": "queued",
+    "traced_status": "queued",
+    "phase": "decide",
+    "mode": "live",
+}
 EFFECT = {"id": "e1", "tenant": "t", "intent_key": "refund:1", "status": "planned", "doubt": "none"}
 APPROVAL = {"id": "a1", "run_id": "r1", "status": "pending"}
 HANDOFF = {"id": "h1", "run_id": "r1", "reason": "unknown-effect", "status": "open"}
@@ -256,6 +262,8 @@ def test_a_revision_of_another_release_is_found_and_left_alone(
     with pytest.raises(NotMigrated) as caught:
         check_migrated(database)
     assert (caught.value.found, caught.value.wanted) == ("9999", HEAD)
+    assert "db upgrade" not in str(caught.value)  # which this release could not do
+    assert "a newer release" in str(caught.value)
     for move in (upgrade, downgrade):
         with pytest.raises(UnknownRevision, match="9999"):
             move(url)
@@ -360,8 +368,10 @@ def test_a_record_is_never_changed_and_goes_with_its_run(
     [
         ("handrail_run", {**RUN, "id": "r2", "status": "lost"}),
         ("handrail_run", {**RUN, "id": "r2", "phase": "wait"}),
+        ("handrail_run", {**RUN, "id": "r2", "mode": "dry"}),
         ("handrail_run", {**RUN, "id": "r2", "steps_left": -1}),
         ("handrail_run", {**RUN, "id": "r2", "tool_calls_reserved": 2}),
+        ("handrail_run", {**RUN, "id": "r2", "compensations_reserved": -1}),
         ("handrail_run", {**RUN, "id": "r2", "lease_until": 1}),  # leased by nobody
         ("handrail_run", {**RUN, "id": "r2", "status": "failed"}),  # without a reason
         ("handrail_tool_allowance", {"run_id": "r1", "calls_left": -1}),
@@ -369,9 +379,13 @@ def test_a_record_is_never_changed_and_goes_with_its_run(
         ("handrail_effect", {**EFFECT, "id": "e2"}),  # the same intent twice
         ("handrail_effect", {**EFFECT, "id": "e2", "intent_key": "k", "status": "dispatched"}),
         ("handrail_effect", {**EFFECT, "id": "e2", "intent_key": "k", "doubt_trigger": "hope"}),
+        ("handrail_effect", {**EFFECT, "id": "e2", "intent_key": "k", "status": "compensating"}),
         ("handrail_approval", {**APPROVAL, "id": "a2"}),  # a second open request
         ("handrail_approval", {**APPROVAL, "id": "a2", "status": "consumed"}),  # by no effect
         ("handrail_handoff", {**HANDOFF, "id": "h2"}),  # open for the same reason
+        ("handrail_pause", {"scope": "queue"}),
+        ("handrail_pause", {"scope": "fleet", "name": "ours"}),  # the fleet has no name
+        ("handrail_pause", {"scope": "tool", "name": ""}),  # which one?
     ],
 )
 def test_the_database_itself_refuses_what_must_not_be(

@@ -52,6 +52,7 @@ class Called:
             approval="never",
             intent=lambda arguments, run: "draft:1",
             guarantee="unique-constraint",
+            takeover="operations",
         )
         def save(arguments: dict[str, Any], call: object) -> str:
             self.calls.append("save")

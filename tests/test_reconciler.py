@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
@@ -23,6 +23,7 @@ from handrail.agent.tools import FOREVER
 from handrail.ledger import statements
 from handrail.ledger.ledger import POSTPONE_MS
 from handrail.ledger.statements import REPUBLISH_MAX_MS, REPUBLISH_MS
+from handrail.reconciler.sweep import ask_directly
 from handrail.tasks.calls import ToolCall
 from tests.world import (
     KINDS,
@@ -230,14 +231,19 @@ def test_a_run_at_fault_keeps_nobody_from_the_others(world: World) -> None:
 
 
 def _many(world: World, *, finished: int, waiting: int) -> None:
-    """Fill the ledger with runs that have ended, and with some whose time has not come."""
+    """Fill the ledger with runs that have ended, and some whose time has not come: every second
+    of these is in doubt.
+    """
     world.workflow(world.read_tool())
     world.start(run_id="pattern")
     row = world.row("pattern")
     later = world.clock.ms + 10**6
     changed = {
         "id": "'run-' || n",
-        "status": f"CASE WHEN n <= {finished} THEN 'completed' ELSE 'queued' END",
+        "status": f"CASE WHEN n <= {finished} THEN 'completed' WHEN n % 2 = 0 THEN 'queued'"
+        " ELSE 'reconciling' END",
+        "traced_status": f"CASE WHEN n <= {finished} THEN 'completed' WHEN n % 2 = 0 THEN 'queued'"
+        " ELSE 'reconciling' END",
         "reason": f"CASE WHEN n <= {finished} THEN 'completed' END",
         "due_at": f"CASE WHEN n > {finished} THEN {world.clock.ms} END",
         "wake_at": f"CASE WHEN n > {finished} THEN {later} + n END",
@@ -268,9 +274,9 @@ def test_an_idle_sweep_is_one_statement_that_looks_at_nothing(world: World) -> N
 
     sql = statements.due_for_sweep(world.postgres)
     assert statement == " ".join(sql.split())
-    plan = _plan(world, sql, {"postpone_ms": 1, "limit": 100})
-    assert "handrail_run_wake" in plan, plan
-    assert "Seq Scan" not in plan and "SCAN handrail_run" not in plan, plan
+    plan = _plan(world, sql, {"postpone_ms": 1, "limit": 100, "doubts": 100})
+    assert "handrail_run_wake" in plan and "handrail_run_doubt" in plan, plan
+    assert "Seq Scan on handrail_run" not in plan and "SCAN handrail_run" not in plan, plan
     assert "Rows Removed by Filter" not in plan, plan  # it does not go through those that wait
     empty = "TRUNCATE handrail_run CASCADE" if world.postgres else "DELETE FROM handrail_trace"
     world.control.run(empty, {})
@@ -511,8 +517,8 @@ def test_a_query_is_paid_for_before_it_is_asked(world: World) -> None:
 def _query(world: World, ask: Callable[[Any, Any], Any]) -> None:
     """Replace how the write's tool is queried."""
 
-    def asked(function: object, arguments: Any, call: Any, limit_ms: int) -> Any:
-        return ask(arguments, call)
+    def asked(function: object, arguments: Any, call: Any, limit_ms: int) -> Future[Any]:
+        return ask_directly(ask, arguments, call, limit_ms)
 
     world.reconciler.ask = asked
 

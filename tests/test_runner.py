@@ -66,6 +66,7 @@ class Desk:
             key_valid_for_ms=FOREVER,
             timeout_ms=FOREVER,
             query=query,
+            takeover="operations",
         )
         return declare(self.work)
 

@@ -18,6 +18,7 @@ from handrail.agent.budget import Budget
 from handrail.agent.canonical import Json
 from handrail.agent.effects import upstream_key
 from handrail.broker.message import StepMessage
+from handrail.reports import UnknownIntent, sign_report
 from tests.world import STALL_MS, ClockedLock, Outside, Service, World, check, clear, look
 
 #: How many schedules there are, in all and for one test; more where somebody asks for more.
@@ -25,6 +26,7 @@ SCHEDULES: Final = int(os.environ.get("HANDRAIL_TEST_SCHEDULES", "240"))
 BLOCKS: Final = 8
 FIRST_SEED: Final = 20_261_130
 
+SECRET: Final = "what the service signs with"
 TOOLS: Final[dict[str, dict[str, Any]]] = {
     "key_and_query": {},
     "key_alone": {"query": False},
@@ -33,6 +35,9 @@ TOOLS: Final[dict[str, dict[str, Any]]] = {
     "nothing": {"key_valid_for_ms": 0, "query": False},
     "deadline_and_query": {"key_valid_for_ms": 0, "not_after": True},
     "agreed": {"approval": "always"},
+    "undone": {"undo": {}},
+    "undone_by_query_alone": {"undo": {"key_valid_for_ms": 0}},
+    "undone_without_proof": {"query": False, "undo": {"key_valid_for_ms": 0, "query": False}},
 }
 WAYS: Final = ["ok", "ok", "ok", "lost", "dropped", "late:4000", "refused", "busy", "unclear"]
 
@@ -48,9 +53,10 @@ def world() -> Iterator[World]:
             _, intent = seen["goal"].split("-for-")
             return {"kind": "tool", "tool": kind, "arguments": {"id": intent}}
 
+        make = opened.compensable_tool if "undo" in tool else opened.write_tool
         opened.workflow(
             read,
-            opened.write_tool(kind, **tool),
+            make(kind, report_secret=SECRET, **tool),
             plan=[look(q=1), write, look(q=2)],
             name=kind,
             budget=Budget(tool_calls=8, model_calls=12, deadline_ms=400_000),
@@ -78,6 +84,11 @@ class Schedule:
         world.service.script = [self.chance.choice(WAYS) for _ in range(self.chance.randrange(5))]
         self.tell(f"{self.kind}, runs {self.runs}, writes go {world.service.script}")
 
+    @property
+    def undone(self) -> bool:
+        """Whether the write can be undone."""
+        return "undo" in TOOLS[self.kind]
+
     def tell(self, what: str) -> None:
         self.story.append(f"{self.world.clock.ms % 10**8} {what}")
 
@@ -88,8 +99,11 @@ class Schedule:
         for _ in range(acts):
             run = self.chance.choice(self.runs)
             act = self.chance.choices(
-                [self.deliver, self.again, self.pass_time, self.sweep, self.flush, self.cancel],
-                [10, 3, 6, 6, 1, 1],
+                [
+                    *(self.deliver, self.again, self.pass_time, self.sweep, self.flush),
+                    *(self.cancel, self.hold, self.report),
+                ],
+                [10, 3, 6, 6, 1, 1, 2, 4],
             )[0]
             act(run, depth)
 
@@ -109,6 +123,12 @@ class Schedule:
 
     def sweep(self, run: str, depth: int) -> None:
         self.tell("sweep")
+        if self.undone and self.chance.random() < 0.3:
+            at, outside = self.chance.randrange(30), Outside()
+            outside.when = lambda place: len(outside.places) == at + 1
+            outside.then = lambda: self.die(outside)
+            self.world.sweep(outside)
+            return
         self.breaking(self.world.reconciler.sweep)
 
     def flush(self, run: str, depth: int) -> None:
@@ -118,6 +138,33 @@ class Schedule:
     def cancel(self, run: str, depth: int) -> None:
         self.tell(f"cancel {run}")
         self.world.fleet.cancel(run)
+
+    def hold(self, run: str, depth: int) -> None:
+        """A person pauses something, or lets it go on."""
+        scopes = [("fleet", ""), ("tool", self.kind), ("tenant", "default")]
+        scope, name = self.chance.choice(scopes)
+        if self.world.fleet.resume(scope, name):
+            self.tell(f"resumed {scope} {name}")
+        else:
+            self.tell(f"paused {scope} {name}")
+            self.world.fleet.pause(scope, name, reason="trouble")
+
+    def report(self, run: str, depth: int) -> None:
+        """The provider reports by itself what it has done by now, as it is."""
+        intent = f"save:{run.split('-for-')[1]}"
+        record = self.world.service.records.get(intent)
+        fields: dict[str, Any] = {
+            "intent_key": intent,
+            "answer": "absent" if record is None else "applied",
+            "evidence": record,
+            "report_id": f"event-{len(self.story)}",
+            "sent_at": self.world.clock.ms,
+        }
+        try:
+            came_to = self.world.fleet.report(**fields, signature=sign_report(SECRET, **fields))
+        except UnknownIntent:
+            return  # nothing was sent yet
+        self.tell(f"report of {intent}, {fields['answer']}: {came_to}")
 
     def breaking(self, act: Any) -> None:
         """Do something, perhaps with a connection that breaks in the middle of it."""
@@ -147,6 +194,9 @@ class Schedule:
         elif fate < 0.55 and depth < 2:
             outside.when = lambda place: len(outside.places) == at + 1
             outside.then = lambda: self.pause(outside, depth)
+        elif self.undone:
+            outside.when = lambda place: place == "after write tool"
+            outside.then = lambda: self.cancel(message.run_id, depth)
 
         def step() -> None:
             self.world.step(message.run_id, message=message, outside=outside)
@@ -182,6 +232,8 @@ class Schedule:
         """No fault any more: every run must come to rest by itself."""
         self.tell("peace")
         self.world.service.script = []
+        for pause in self.world.fleet.pauses():
+            self.world.fleet.resume(pause.scope, pause.name)
         self.world.drive(*self.runs)
         for run in self.runs:
             if self.world.row(run)["status"] == "awaiting_approval":
@@ -210,6 +262,7 @@ class Schedule:
             if status == "applied":
                 assert intent in performed, "recorded as applied, and it never happened"
             self.nothing_after_the_wish(run)
+            self.undone_if_it_says_so(run)
 
     def nothing_after_the_wish(self, run: str) -> None:
         """No write's dispatch is committed after the wish to cancel."""
@@ -219,8 +272,22 @@ class Schedule:
             event["seq"]
             for event in events
             if event["type"] == "tool.started" and event["detail"]["idempotency_key_hash"]
+            if "compensates" not in event["detail"]
         ]
         assert not wished or not sent or sent[-1] < wished[0]
+
+    def undone_if_it_says_so(self, run: str) -> None:
+        """A run is compensated if and only if its write has happened and was undone."""
+        world, performed = self.world, self.world.service.performed
+        row, (_, intent) = world.row(run), run.split("-for-")
+        undo = world.rows(EFFECT, id=upstream_key("default", f"undo:{intent}"))
+        if row["status"] == "compensated":
+            assert {f"save:{intent}", f"undo:{intent}"} <= {*performed}, "it was not undone"
+        if f"undo:{intent}" in performed:
+            assert f"save:{intent}" in performed, "undone, and it never happened"
+            assert undo[0]["status"] in ("applied", "handed_off", "contradicted"), undo
+        elif undo:
+            assert undo[0]["status"] != "applied", "recorded as undone, and it was not"
 
 
 EFFECT: Final = "SELECT status FROM handrail_effect WHERE id = :id"
@@ -257,7 +324,9 @@ def test_the_schedules_reach_what_they_are_for(world: World) -> None:
 
     for what in ("it dies", "it pauses", "cancel", "connection breaks", "flushed", "approve"):
         assert what in told, what
-    assert ends >= {"completed", "cancelled", "handed_off", "failed"}
+    for what in ("paused fleet", "resumed tool", "applied: kept", "absent: kept"):
+        assert what in told, what
+    assert ends >= {"completed", "cancelled", "handed_off", "failed", "compensated"}
 
 
 def test_a_schedule_can_be_played_again(world: World) -> None:

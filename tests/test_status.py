@@ -105,6 +105,7 @@ class Desk:
             "approval": "never",
             "intent": lambda arguments, run: f"draft:{arguments.get('id')}",
             "guarantee": "unique-constraint",
+            "takeover": "operations",
         }
         return self.fleet.tool(name, **usual | contract)(self.work)
 
@@ -544,6 +545,7 @@ def a_fleet(url: str) -> Fleet:
         approval="never",
         intent=lambda arguments, run: f"draft:{run.run_id}",
         guarantee="unique-constraint",
+        takeover="operations",
     )
     def save(arguments: dict[str, Any], call: ToolCall) -> str:
         return "saved"

@@ -53,6 +53,7 @@ def save(
         "approval": "never",
         "intent": lambda arguments, run: f"save:{run.run_id}",
         "guarantee": "unique-constraint",
+        "takeover": "operations",
     }
     return fleet.tool("look", **(write | contract))(function)
 
@@ -111,7 +112,7 @@ def test_a_query_that_tries_to_end_the_process_is_an_error_like_any_other(
     call = ToolCall("run", "tenant", Principal(), "look", 5_000)
 
     with pytest.raises(RuntimeError, match=kind.__name__):
-        ask_bounded(how(kind), {}, call, 5_000)
+        ask_bounded(how(kind), {}, call, 5_000).result()
 
 
 @pytest.mark.parametrize("kind", ENDS_A_PROCESS)

@@ -126,6 +126,7 @@ WRITES: dict[str, Any] = {
     "intent": lambda arguments, run: f"draft:{arguments['number']}",
     "guarantee": Guarantee.IDEMPOTENCY_KEY,
     "key_valid_for_ms": FOREVER,
+    "takeover": "operations",
 }
 
 

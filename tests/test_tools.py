@@ -182,6 +182,7 @@ def undeclared(**declared: Any) -> ToolContract:
         name="pay",
         intent=lambda arguments, run: "payment:1",
         guarantee=Guarantee.PERSON,
+        takeover="accounting",
         **declared,
     )
 
@@ -302,6 +303,7 @@ def test_a_person_is_asked_before_every_write_where_nothing_is_declared(
         approval=approval,
         intent=lambda arguments, run: "intent:1",
         guarantee=Guarantee.UNIQUE_CONSTRAINT,
+        takeover="accounting",
     )
 
     assert contract.needs_approval is asked
@@ -318,6 +320,7 @@ def test_a_write_of_a_loop_waits_for_approval_where_none_is_declared(
         intent=lambda arguments, run: "draft:1",
         guarantee="idempotency-key",
         key_valid_for_ms=FOREVER,
+        takeover="accounting",
     )
     async def save(arguments: dict[str, Any], call: ToolCall) -> str:
         sent.append(arguments)
@@ -505,6 +508,7 @@ def test_a_call_gets_the_least_of_three_times(
         approval="never",
         intent=lambda arguments, run: "intent:1",
         guarantee="unique-constraint",
+        takeover="accounting",
     )
     async def work(arguments: dict[str, Any], call: ToolCall) -> str:
         given.append(call.timeout_ms)
@@ -542,6 +546,7 @@ def test_a_cancelled_call_sees_it_through_its_signal(
         approval="never",
         intent=lambda arguments, run: "intent:1",
         guarantee="unique-constraint",
+        takeover="accounting",
     )
     async def work(arguments: dict[str, Any], call: ToolCall) -> str:
         virtual.loop.call_later(0.025, virtual.cancel, call.run_id)

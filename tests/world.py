@@ -22,6 +22,7 @@ from typing import Any, Final, TypeVar, cast
 import psycopg
 import pytest
 
+from handrail.agent import review
 from handrail.agent.budget import Budget, CallLimits
 from handrail.agent.canonical import Json
 from handrail.agent.errors import ToolRefused, ToolUnclear
@@ -29,7 +30,7 @@ from handrail.agent.loop import AgentLoop
 from handrail.agent.protocol import Locked, Ruling
 from handrail.agent.stage import Stage
 from handrail.agent.status import TERMINAL, TRANSITIONS, RunEvent, RunStatus
-from handrail.agent.tools import FOREVER, Tool
+from handrail.agent.tools import FOREVER, Compensation, Tool
 from handrail.agent.workflow import Workflow
 from handrail.broker.message import StepMessage
 from handrail.fleet import Fleet
@@ -87,6 +88,7 @@ _TABLES: Final = (
     "handrail_trace",
     "handrail_tool_allowance",
     "handrail_heartbeat",
+    "handrail_pause",
     "handrail_run",
 )
 
@@ -428,11 +430,12 @@ class World:
 
         keyed = "idempotency-key" if key_valid_for_ms else "transaction"
         options = {
-            "side_effect": "idempotent" if key_valid_for_ms else "compensable",
+            "side_effect": "idempotent",
             "approval": "never",
             "guarantee": keyed,
             "key_valid_for_ms": key_valid_for_ms,
             "intent": intent,
+            "takeover": "operations",
             **contract,
         }
 
@@ -440,6 +443,24 @@ class World:
             return self.service.query(arguments, call)
 
         return self.fleet.tool(name, query=find if query else None, **options)(execute)
+
+    def compensable_tool(
+        self,
+        name: str = "save",
+        *,
+        undo: Mapping[str, Any] | None = None,
+        original: Callable[..., Any] | None = None,
+        arguments: Callable[..., Any] = lambda written, result, before, run: {"id": written["id"]},
+        **contract: Any,
+    ) -> Tool:
+        """A write that is undone by another: the intent of that is `undo:<id>`."""
+        intent = {"intent": lambda arguments, run: f"undo:{arguments['id']}"}
+        undoing = self.write_tool(f"undo_{name}", **intent | dict(undo or {}))
+        return self.write_tool(
+            name,
+            compensation=Compensation(tool=undoing, arguments=arguments, original=original),
+            **{"side_effect": "compensable", **contract},
+        )
 
     def workflow(
         self,
@@ -509,12 +530,30 @@ class World:
         runtime.chance = lambda: 0.5
         return runtime
 
-    def sweeper(self) -> Reconciler:
-        """A reconciler that asks in this thread, without jitter."""
-        reconciler = self.fleet.make_reconciler(publish=self.messages_extend)
+    def sweeper(self, outside: Outside | None = None) -> Reconciler:
+        """A reconciler that asks in this thread, without jitter; with `outside`, one whose ledger
+        and lock are reached through it.
+        """
+        reconciler = self.fleet.make_reconciler(publish=self.messages_extend, lock=self.lock)
         reconciler.ask = ask_directly
         reconciler.jitter = lambda: 0.0
+        reconciler.clock = self.clock.monotonic
+        if outside is not None:
+            reconciler.ledger = cast(Ledger, Port(self.ledger, outside))
+            reconciler.lock = cast(Any, Port(self.lock, outside))
         return reconciler
+
+    def sweep(self, outside: Outside) -> None:
+        """Let a reconciler sweep once, which may die or pause as `outside` says."""
+        before, self.outside = self.outside, outside
+        try:
+            sweeper = self.sweeper(outside)
+            sweeper.sweep()
+            sweeper.finish()  # also what took longer than a sweep
+        except Died:
+            assert outside.dead
+        finally:
+            self.outside = before
 
     def messages_extend(self, messages: Sequence[StepMessage]) -> None:
         """What the sweep publishes with."""
@@ -633,6 +672,7 @@ def check(world: World, run_id: str) -> None:
     status = RunStatus(row["status"])
     assert [event["seq"] for event in events] == list(range(len(events))), "the trace has a gap"
     assert replayed(events) == row["traced_status"]
+    assert review.findings(events) == []
     assert status == row["traced_status"] or row["lease_until"] is not None
     if status in TERMINAL:
         assert (row["lease_until"], row["due_at"], row["wake_at"]) == (None, None, None)
@@ -641,13 +681,31 @@ def check(world: World, run_id: str) -> None:
         assert stops[0]["detail"]["reason"] == row["reason"]
     unresolved = world.rows(
         "SELECT status FROM handrail_effect WHERE owner_run_id = :id"
-        " AND status IN ('dispatched', 'unknown')",
+        " AND status IN ('dispatched', 'unknown', 'compensating')",
         id=run_id,
     )
     assert not unresolved or status not in TERMINAL, f"{status} over {unresolved}"
+    assert not row["compensations_reserved"] or status not in TERMINAL
+    _check_compensation(world, row)
     calls, used = world.service.calls, world.used(run_id)
     assert calls[f"model {run_id}"] <= used["model_calls"]
     assert calls[f"read {run_id}"] + calls[f"write {run_id}"] <= used["tool_calls"]
+
+
+def _check_compensation(world: World, row: Mapping[str, Any]) -> None:
+    """What a run undoes is undone if and only if its compensation is proved."""
+    if row["undoing_effect_id"] is None:
+        assert row["status"] != "compensated"
+        return
+    found = "SELECT status FROM handrail_effect WHERE id = :id"
+    (undone,) = world.rows(found, id=row["undoing_effect_id"])
+    (by,) = world.rows(found, id=row["effect_id"])
+    if row["status"] == "compensated":
+        assert (undone["status"], by["status"]) == ("compensated", "applied")
+    elif row["status"] == "reconciling":
+        assert undone["status"] == "compensating"
+    else:
+        assert undone["status"] != "compensating", row["status"]
 
 
 def _last_episode(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

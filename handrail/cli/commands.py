@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import socket
 import threading
 from collections.abc import Callable
@@ -21,17 +22,23 @@ from typer.core import TyperGroup
 
 from handrail.agent.canonical import Json, parse_json
 from handrail.agent.errors import HandrailError, InvalidBudget, NotCanonical
+from handrail.agent.machine import Mode
+from handrail.agent.pauses import InvalidPause, Scope
+from handrail.agent.review import rounds as rounds_of
 from handrail.agent.status import RunStatus
 from handrail.agent.tools import Principal
 from handrail.cli import doctor as doctor_
+from handrail.cli import reconcile as sweeps
 from handrail.cli.errors import FAILED, report
 from handrail.cli.fleets import load, load_or_plain
 from handrail.cli.ground import for_new_runs, for_reading, for_work, for_writing
-from handrail.fleet import Fleet, InvalidRun
+from handrail.cli.review import reviewed, show_review, show_rounds
+from handrail.fleet import InvalidRun
 from handrail.ledger.database import ConnectionLost
 from handrail.ledger.errors import DatabaseUnavailable, NothingToApprove
+from handrail.reconciler.sweep import Swept
 from handrail.runs import Run
-from handrail.terminal import compact, console, details, note, say, say_json, table
+from handrail.terminal import compact, console, details, heading, note, say, say_json, table
 
 log = logging.getLogger("handrail.cli")
 JSON_WANTED: Final = "handrail.json"
@@ -125,6 +132,8 @@ def worker(
     HANDRAIL_DATABASE_URL the ledger is an SQLite file there, made and migrated by itself.
     """
     fleet = load(fleet_name)
+    if beat:
+        fleet.settings = fleet.settings.model_copy(update={"sweep_in_workers": True})
     with for_work(fleet, worker=True) as valkey:
         where = maybe_sanitize_url(fleet.settings.broker_url)
         own = ", an embedded Valkey that ends with this worker" if valkey and valkey.owned else ""
@@ -136,7 +145,7 @@ def worker(
             redirect_stdouts=False,  # what tools print is no log
             quiet=True,
         )
-        with _when_ready(lambda: note(ready)), _sweeping(fleet, wanted=beat):
+        with _when_ready(lambda: note(ready)):
             node.start()
     if node.exitcode:
         raise typer.Exit(node.exitcode)
@@ -172,31 +181,50 @@ def _when_ready(act: Callable[[], None]) -> Any:
         worker_ready.disconnect(ready)
 
 
-@contextmanager
-def _sweeping(fleet: Fleet, *, wanted: bool) -> Any:
-    """Sweep from a timer in this process, for those who run no beat."""
+@app.command()
+def reconcile(
+    fleet_name: FleetName = None,
+    once: Annotated[bool, typer.Option("--once", help="Once, until nothing is due.")] = False,
+    every_s: Annotated[
+        float | None, typer.Option(min=0.05, help="Otherwise: how often, until it is stopped.")
+    ] = None,
+    within_s: Annotated[float, typer.Option(min=1, help="How long --once may take.")] = 60.0,
+    as_json: AsJson = False,
+) -> None:
+    """Sweep from here: publish again, recover, end what is overdue, settle doubt.
+
+    For cron (--once), or instead of a beat; beside others it does no harm. The broker may be away:
+    what is due then stays due. Exits 3 where the database is.
+    """
+    fleet = for_writing(load(fleet_name))
+    reconciler = fleet.make_sweeper()
+
+    def tell(swept: Swept) -> None:
+        if as_json:
+            say_json(sweeps.to_json(swept))
+        else:
+            for line in sweeps.lines(swept):
+                say(line)
+
+    if once:
+        tell(reconciler.sweep_until_quiet(within_s=within_s))
+        reconciler.finish()
+        return
+    every_s = every_s or fleet.settings.sweep_every_s
     leaving = threading.Event()
 
-    def sweep() -> None:
-        reconciler = fleet.make_reconciler()
-        while not leaving.wait(fleet.settings.sweep_every_s):
-            try:
-                reconciler.sweep_until_quiet(rounds=20)
-                fleet.ledger.beat("sweep", "reconciler")
-            except (HandrailError, ConnectionLost) as error:
-                log.warning("the sweep failed (%s); the next one makes up for it", error)
-            except Exception:
-                log.exception("the sweep failed; the next one makes up for it")
-
-    timer = threading.Thread(target=sweep, name="handrail-sweep", daemon=True)
-    if wanted:
-        timer.start()
-    try:
-        yield
-    finally:
+    def leave(*_: object) -> None:
+        reconciler.stop()
         leaving.set()
-        if wanted:
-            timer.join(timeout=5)
+
+    for stop in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(stop, leave)
+    note(f"ready: a sweep every {every_s:g} s")
+    while not leaving.is_set():
+        swept = reconciler.tick(every_s=every_s)
+        if swept is not None and swept.looked_at:
+            tell(swept)
+        leaving.wait(every_s)
 
 
 # ---- runs ----------------------------------------------------------------------------------------
@@ -221,6 +249,9 @@ def run(
     dedupe_key: Annotated[
         str | None, typer.Option(help="Of runs with the same key there is one.")
     ] = None,
+    shadow: Annotated[
+        bool, typer.Option("--shadow", help="Write nothing: show in the trace what it would.")
+    ] = False,
     here: Annotated[bool, typer.Option(help="Run it in this process, without workers.")] = False,
     wait: Annotated[bool, typer.Option(help="Wait until it ends, or needs a person.")] = False,
     timeout_s: Annotated[float, typer.Option(min=0, help="How long to wait.")] = 300.0,
@@ -228,8 +259,8 @@ def run(
 ) -> None:
     """Start a run.
 
-    With --wait or --here the exit code is 0 if it completed or waits for a person, and 1 if it
-    ended in another way.
+    With --wait or --here the exit code is 0 if it completed, waits for a person, or, with --shadow,
+    came to where it would write, and 1 if it ended in another way.
     """
     fleet = load(fleet_name)
     options: dict[str, Any] = {
@@ -240,6 +271,7 @@ def run(
         "tenant": tenant,
         "run_id": run_id,
         "dedupe_key": dedupe_key,
+        "mode": Mode.SHADOW if shadow else Mode.LIVE,
     }
     for_new_runs(fleet)
     if here:
@@ -251,7 +283,7 @@ def run(
         if wait:
             found = fleet.wait(found, timeout_s=timeout_s)
     _show_run(found, as_json=as_json)
-    if found.ended and found.status != RunStatus.COMPLETED:
+    if found.ended and found.status != RunStatus.COMPLETED and not _stopped_before_a_write(found):
         raise typer.Exit(FAILED)
 
 
@@ -269,7 +301,10 @@ def runs(
     if as_json:
         say_json([run.to_json() for run in found])
         return
-    columns = ("run", "workflow", "status", "reason", "steps", "model calls", "tool calls", "goal")
+    columns = (
+        *("run", "workflow", "mode", "status", "reason"),
+        *("steps", "model calls", "tool calls", "goal"),
+    )
     console().print(
         table(
             columns,
@@ -277,6 +312,7 @@ def runs(
                 (
                     run.run_id,
                     run.workflow,
+                    run.mode,
                     run.status,
                     run.reason or "",
                     _used(run, "steps"),
@@ -305,7 +341,7 @@ def show(run_id: RunId, fleet_name: FleetName = None, as_json: AsJson = False) -
     _show_run(found, as_json=False)
     out = console()
     if effects:
-        say("\neffects", style="bold")
+        heading("effects")
         out.print(
             table(
                 ("tool", "status", "attempts", "intent", "arguments", "evidence"),
@@ -323,11 +359,11 @@ def show(run_id: RunId, fleet_name: FleetName = None, as_json: AsJson = False) -
             )
         )
     for approval in approvals:
-        say("\nwaits for approval of exactly this", style="bold")
+        heading("waits for approval of exactly this")
         out.print(details(_shown_action(approval)))
         note(f"agree: handrail approve {run_id}")
     for handoff in handoffs:
-        say("\nhanded off", style="bold")
+        heading("handed off")
         package = handoff["package"]
         out.print(
             details(
@@ -336,15 +372,38 @@ def show(run_id: RunId, fleet_name: FleetName = None, as_json: AsJson = False) -
                     "since": _time(handoff["opened_at"]),
                     "problem": package.get("problem", ""),
                     "pending": compact(package.get("pending_action")),
+                    "taken over by": package.get("takeover", "none"),
                 }
             )
         )
 
 
 @app.command()
-def trace(run_id: RunId, fleet_name: FleetName = None, as_json: AsJson = False) -> None:
-    """Print a run's trace: what was proposed, decided, called, proved, and why it stopped."""
-    events = for_reading(load_or_plain(fleet_name)).trace(run_id)
+def trace(
+    run_id: RunId,
+    check: Annotated[bool, typer.Option("--check", help="Audit and diagnose it.")] = False,
+    rounds: Annotated[bool, typer.Option("--rounds", help="Show a loop's rounds.")] = False,
+    fleet_name: FleetName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print a run's trace: what was proposed, decided, called, proved, and why it stopped.
+
+    With --check it says what became of each proposal, call and write, and exits 1 if something is
+    missing: an answer to a proposal, a legal move, the reason of a stop. With --rounds it shows
+    the five steps of each round of an agent loop.
+    """
+    fleet = for_reading(load_or_plain(fleet_name))
+    if check:
+        found = reviewed(fleet, run_id)
+        say_json(found) if as_json else show_review(found)
+        if not found["ok"]:
+            raise typer.Exit(FAILED)
+        return
+    events = fleet.trace(run_id)
+    if rounds:
+        seen = rounds_of(events, fleet.get(run_id).goal)
+        say_json(seen) if as_json else show_rounds(seen)
+        return
     if as_json:
         say_json(events)
         return
@@ -386,6 +445,90 @@ def approve(
     _show_run(fleet.approve(run_id, approver=approver), as_json=as_json)
 
 
+# ---- pauses --------------------------------------------------------------------------------------
+
+TenantName = Annotated[str | None, typer.Option("--tenant", help="Of this tenant alone.")]
+WorkflowName = Annotated[str | None, typer.Option("--workflow", help="Of this workflow alone.")]
+ToolName = Annotated[str | None, typer.Option("--tool", help="Of this tool alone.")]
+
+
+@app.command()
+def pause(
+    reason: Annotated[str, typer.Option(help="Why; whoever finds it paused reads this.")],
+    tenant: TenantName = None,
+    workflow: WorkflowName = None,
+    tool: ToolName = None,
+    by: Annotated[str, typer.Option("--as", help="Who pauses it.")] = "operator",
+    fleet_name: FleetName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Dispatch no write any more, of the whole fleet or of what an option names.
+
+    Runs wait with it and use none of their working time; whatever is under way goes on to its end,
+    and what is in doubt is still found out.
+    """
+    fleet = for_reading(load_or_plain(fleet_name))
+    scope, name = _scope(tenant, workflow, tool)
+    found = fleet.pause(scope, name, reason=reason, by=by)
+    known = {Scope.WORKFLOW: fleet.workflows_known, Scope.TOOL: fleet.tools_known}.get(scope)
+    if known and name not in known:
+        note(f"no {scope} {name!r} is known here: is it spelled right?")
+    say_json(found.to_json()) if as_json else say(f"paused: {_titled(scope, name)}")
+
+
+@app.command()
+def resume(
+    tenant: TenantName = None,
+    workflow: WorkflowName = None,
+    tool: ToolName = None,
+    fleet_name: FleetName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Lift a pause; what waited on it goes on. Other pauses stay in force."""
+    scope, name = _scope(tenant, workflow, tool)
+    lifted = for_reading(load_or_plain(fleet_name)).resume(scope, name)
+    if as_json:
+        say_json({"scope": scope.value, "name": name, "lifted": lifted})
+    else:
+        say(f"{'resumed' if lifted else 'not paused'}: {_titled(scope, name)}")
+
+
+@app.command()
+def pauses(fleet_name: FleetName = None, as_json: AsJson = False) -> None:
+    """List what is paused, also by itself: a tool with too many effects of unknown outcome."""
+    found = for_reading(load_or_plain(fleet_name)).pauses()
+    if as_json:
+        say_json([item.to_json() for item in found])
+        return
+    console().print(
+        table(
+            ("what", "since", "by", "reason"),
+            (
+                (
+                    _titled(item.scope, item.name),
+                    "" if item.paused_at is None else _time(item.paused_at),
+                    "itself" if item.automatic else item.paused_by,
+                    item.reason,
+                )
+                for item in found
+            ),
+        )
+    )
+
+
+def _scope(tenant: str | None, workflow: str | None, tool: str | None) -> tuple[Scope, str]:
+    """Read what a pause is about: what an option names, or the whole fleet."""
+    options = ((Scope.TENANT, tenant), (Scope.WORKFLOW, workflow), (Scope.TOOL, tool))
+    named = [(scope, name) for scope, name in options if name is not None]
+    if len(named) > 1:
+        raise InvalidPause("scope", "give one of --tenant, --workflow and --tool, or none")
+    return named[0] if named else (Scope.FLEET, "")
+
+
+def _titled(scope: Scope, name: str) -> str:
+    return f"{scope} {name}".strip()
+
+
 # ---- the deployment ------------------------------------------------------------------------------
 
 
@@ -415,7 +558,7 @@ def doctor(fleet_name: FleetName = None, as_json: AsJson = False) -> None:
         console().print(table(("about", "level", "code", "detail", "what to do"), rows))
         if figures is not None:
             counts = ", ".join(f"{n} {status}" for status, n in sorted(figures["runs"].items()))
-            say(f"runs: {counts or 'none'}")
+            say(f"runs under way: {counts or 'none'}")
     if not is_fit:
         raise typer.Exit(FAILED)
 
@@ -451,6 +594,11 @@ def _parsed_budget(limits: list[str]) -> dict[str, Any]:
     return parsed | ({"per_tool": per_tool} if per_tool else {})
 
 
+def _stopped_before_a_write(found: Run) -> bool:
+    cancelled = found.status == RunStatus.CANCELLED and not found.cancel_requested
+    return cancelled and found.mode == Mode.SHADOW
+
+
 def _show_run(found: Run, *, as_json: bool) -> None:
     if as_json:
         say_json(found.to_json())
@@ -458,6 +606,7 @@ def _show_run(found: Run, *, as_json: bool) -> None:
     shown: dict[str, object] = {
         "run": found.run_id,
         "workflow": f"{found.workflow}@{found.workflow_version}",
+        "mode": found.mode if found.mode != Mode.LIVE else "",
         "goal": found.goal,
         "status": found.status,
         "reason": found.reason or "",

@@ -21,8 +21,8 @@ OK: Final = "ok"
 WARNING: Final = "warning"  # it runs, and somebody should look
 FAILURE: Final = "failure"  # it does not run, or must not
 
-BEATS_MISSED: Final = 5  # sweeps that may be missing before somebody should look
-LEAST_SILENCE_MS: Final = 15_000
+PERIODS_MISSED: Final = 3  # without a sweep, before somebody should look
+LEAST_SILENCE_MS: Final = 15_000  # where nothing is due
 LAG_MS: Final = 30_000  # of the sweep; an idle fleet has none
 DOUBT_MS: Final = 120_000  # an effect that has been unknown for longer than most providers need
 
@@ -48,6 +48,7 @@ def examine(fleet: Fleet) -> tuple[list[Finding], dict[str, Any] | None]:
     if figures is not None:
         findings += _sweep(fleet, figures)
         findings += _doubt(figures)
+        findings += _pauses(figures)
     return findings, figures
 
 
@@ -88,11 +89,21 @@ def _broker(fleet: Fleet) -> Iterator[Finding]:
 
 def _sweep(fleet: Fleet, figures: dict[str, Any]) -> Iterator[Finding]:
     every_ms = int(fleet.settings.sweep_every_s * 1000)
-    silence_ms = figures["heartbeats"].get("sweep")
-    start = "Start 'handrail beat' and a worker, or a worker with --beat."
+    silence_ms = figures["last_sweep_ms"]
+    due = sum(figures["backlog"].values())
+    waits = f"{'at least ' * figures['at_least']}{due} runs are due for it"
+    start = (
+        "Start 'handrail beat' and a worker, or workers with HANDRAIL_SWEEP_IN_WORKERS=true, or"
+        " have cron run 'handrail reconcile --once'."
+    )
     if silence_ms is None:
-        yield Finding("sweep", WARNING, "sweep-never-ran", "it has never run here", start)
-    elif silence_ms > max(LEAST_SILENCE_MS, BEATS_MISSED * every_ms):
+        level = FAILURE if due else WARNING
+        said = f"it has never run here, and {waits}" if due else "it has never run here"
+        yield Finding("sweep", level, "sweep-never-ran", said, start)
+    elif due and silence_ms > PERIODS_MISSED * every_ms:
+        detail = f"it last ran {silence_ms // 1000} s ago, and {waits}"
+        yield Finding("sweep", FAILURE, "sweep-stopped", detail, start)
+    elif silence_ms > max(LEAST_SILENCE_MS, PERIODS_MISSED * every_ms):
         detail = f"it last ran {silence_ms // 1000} s ago"
         yield Finding("sweep", WARNING, "sweep-silent", detail, start)
     else:
@@ -102,7 +113,7 @@ def _sweep(fleet: Fleet, figures: dict[str, Any]) -> Iterator[Finding]:
             "sweep",
             WARNING,
             "sweep-lags",
-            f"a run has waited for it for {figures['sweep_lag_ms'] // 1000} s",
+            f"a run has waited for it for {figures['sweep_lag_ms'] // 1000} s; {waits}",
             "See that beat runs and that workers keep up with the queue handrail.reconcile.",
         )
 
@@ -119,6 +130,31 @@ def _doubt(figures: dict[str, Any]) -> Iterator[Finding]:
         )
     else:
         yield Finding("effects", OK, "effects-settled", f"{unknown} of unknown outcome")
+
+
+def _pauses(figures: dict[str, Any]) -> Iterator[Finding]:
+    if not figures["pauses"]:
+        yield Finding("pauses", OK, "nothing-paused", "every write may be dispatched")
+    for pause in figures["pauses"]:
+        what = f"{pause['scope']} {pause['name']}".strip()
+        if pause["automatic"]:
+            yield Finding(
+                "pauses",
+                WARNING,
+                "too-many-unknown",
+                f"{what} is sent nothing new: {pause['reason']}",
+                "See that the service answers queries; what only a person can settle is in"
+                " 'handrail runs --status handed_off'.",
+            )
+        else:
+            option = "" if pause["scope"] == "fleet" else f" --{pause['scope']} {pause['name']}"
+            yield Finding(
+                "pauses",
+                WARNING,
+                "paused",
+                f"{what} is paused by {pause['paused_by']}: {pause['reason']}",
+                f"When it may go on: handrail resume{option}",
+            )
 
 
 def _failed(about: str, error: HandrailError) -> Finding:

@@ -42,6 +42,7 @@ from handrail import (
     Proceed,
     Read,
     Reason,
+    Retry,
     RunFacts,
     ToolCall,
     ToolRefused,
@@ -206,6 +207,7 @@ def find_refund(order: c.RefundOrder, call: ToolCall) -> c.Refund | None:
     guarantee="idempotency-key",
     key_valid_for_ms=FOREVER,
     query=find_refund,
+    takeover="the payments desk",  # gets what no query can settle
     timeout_ms=1_000,
     settle_after_ms=3_000,  # for so long the provider may still carry out what it has received
     postcondition=lambda order, receipt: order.model_dump().items() <= receipt.items(),
@@ -337,7 +339,10 @@ def exact_refund(run: RunFacts) -> Action:
 def refund_is_on_record(claim: Any, call: ToolCall) -> Checked:
     """Ask the provider for all refunds of the order: the one that was meant, once."""
     planned: Any = call.facts["make_plan"]
-    receipts = provider().refunds_of(planned["order_id"], call.timeout_ms / 1000)
+    try:
+        receipts = provider().refunds_of(planned["order_id"], call.timeout_ms / 1000)
+    except ProviderUnclear as error:  # the money may well have moved: ask again, see `Verify` below
+        raise ToolRefused("no-answer", retryable=True) from error
     found = [receipt for receipt in receipts if receipt.charge_id == planned["charge_id"]]
     ok = [receipt.amount_cents for receipt in found] == [planned["amount_cents"]]
     return Checked(ok, {"records": len(found)}, found[0].refund_id if found else None)
@@ -402,7 +407,7 @@ fleet.workflow(
             Check("make_plan", make_plan),
             Confirm("confirm_refund", exact_refund),
             Commit("pay_refund", exact_refund, refund),
-            Verify("verify_refund", refund_is_on_record),
+            Verify("verify_refund", refund_is_on_record, retry=Retry()),
             Commit("notify_user", letter, notify),
         ],
         answer=answer,

@@ -204,6 +204,7 @@ def case_workflow(
         guarantee=Guarantee.IDEMPOTENCY_KEY,
         key_valid_for_ms=FOREVER,
         can_query=can_query,
+        takeover="nobody: no case goes beyond its stop",
     )
     loop = AgentLoop(
         name="loop",

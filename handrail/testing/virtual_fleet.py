@@ -59,7 +59,7 @@ class VirtualFleet:
     @cached_property
     def reconciler(self) -> Reconciler:
         """Who looks at what is overdue; its back-off is without chance."""
-        reconciler = self.fleet.make_reconciler(publish=self.due.extend)
+        reconciler = self.fleet.make_reconciler(publish=self.due.extend, lock=self.lock)
         reconciler.ask, reconciler.jitter = ask_directly, lambda: 0.5
         return reconciler
 

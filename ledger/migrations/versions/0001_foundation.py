@@ -58,6 +58,7 @@ def upgrade() -> None:
     create_records_of_runs()
     create_effects()
     create_matters_for_people()
+    create_pauses()
     op.create_table(
         "handrail_heartbeat",
         words("name"),
@@ -84,6 +85,7 @@ def create_runs() -> None:
         words("limits"),
         words("dedupe_key", null=True),
         words("traceparent", null=True),
+        words("mode"),
         number("created_at"),
         words("status"),
         words("traced_status"),
@@ -106,6 +108,7 @@ def create_runs() -> None:
         number("model_calls_left"),
         number("tool_calls_left"),
         number("tool_calls_reserved", default=0),
+        number("compensations_reserved", default=0),
         number("tokens_left"),
         number("cost_microusd_left"),
         number("output_bytes_left"),
@@ -118,6 +121,7 @@ def create_runs() -> None:
         words("told", null=True),
         words("answer", null=True),
         words("effect_id", null=True),
+        words("undoing_effect_id", null=True),
         sa.PrimaryKeyConstraint("id"),
         sa.CheckConstraint(f"status IN ({RUN_STATUSES})", name="handrail_run_status"),
         sa.CheckConstraint(
@@ -127,10 +131,11 @@ def create_runs() -> None:
         sa.CheckConstraint(
             "phase IN ('decide', 'read', 'write', 'resume')", name="handrail_run_phase"
         ),
+        sa.CheckConstraint("mode IN ('live', 'shadow')", name="handrail_run_mode"),
         sa.CheckConstraint(
             "steps_left >= 0 AND model_calls_left >= 0 AND tool_calls_left >= 0"
             " AND tokens_left >= 0 AND cost_microusd_left >= 0 AND output_bytes_left >= 0"
-            " AND tool_calls_reserved IN (0, 1)",
+            " AND tool_calls_reserved IN (0, 1) AND compensations_reserved IN (0, 1, 2)",
             name="handrail_run_budget",
         ),
         sa.CheckConstraint(
@@ -143,11 +148,22 @@ def create_runs() -> None:
             name="handrail_run_terminal",
         ),
     )
-    partial_index("handrail_run_wake", "handrail_run", ["wake_at"], "wake_at IS NOT NULL")
+    partial_index(
+        "handrail_run_wake",
+        "handrail_run",
+        ["wake_at"],
+        "wake_at IS NOT NULL AND status <> 'reconciling'",
+    )
+    partial_index(
+        "handrail_run_doubt",
+        "handrail_run",
+        ["wake_at"],
+        "wake_at IS NOT NULL AND status = 'reconciling'",
+    )
     partial_index(
         "handrail_run_dedupe",
         "handrail_run",
-        ["tenant", "dedupe_key"],
+        ["tenant", "mode", "dedupe_key"],
         "dedupe_key IS NOT NULL",
         unique=True,
     )
@@ -229,6 +245,8 @@ def create_effects() -> None:
         words("result", null=True),
         words("evidence", null=True),
         words("approval_id", null=True),
+        words("compensation", null=True),
+        words("compensates", null=True),
         sa.PrimaryKeyConstraint("id"),
         sa.CheckConstraint(f"status IN ({EFFECT_STATUSES})", name="handrail_effect_status"),
         sa.CheckConstraint(
@@ -247,6 +265,10 @@ def create_effects() -> None:
             " AND dispatch_deadline_at IS NOT NULL)",
             name="handrail_effect_dispatched",
         ),
+        sa.CheckConstraint(
+            "status <> 'compensating' OR compensation IS NOT NULL",
+            name="handrail_effect_compensating",
+        ),
     )
     op.create_index(
         "handrail_effect_intent", "handrail_effect", ["tenant", "intent_key"], unique=True
@@ -256,6 +278,9 @@ def create_effects() -> None:
         "handrail_effect",
         ["unknown_since"],
         "unknown_since IS NOT NULL",
+    )
+    partial_index(
+        "handrail_effect_doubtful", "handrail_effect", ["tool"], "unknown_since IS NOT NULL"
     )
     op.create_table(
         "handrail_effect_holder",
@@ -342,6 +367,23 @@ def create_matters_for_people() -> None:
     )
 
 
+def create_pauses() -> None:
+    """Create what keeps writes from being dispatched."""
+    op.create_table(
+        "handrail_pause",
+        words("scope"),
+        words("name"),
+        words("reason"),
+        words("paused_by"),
+        number("paused_at"),
+        sa.PrimaryKeyConstraint("scope", "name"),
+        sa.CheckConstraint(
+            "scope IN ('fleet', 'tenant', 'workflow', 'tool')", name="handrail_pause_scope"
+        ),
+        sa.CheckConstraint("(scope = 'fleet') = (name = '')", name="handrail_pause_name"),
+    )
+
+
 def refuse_updates() -> None:
     """Let nobody rewrite a record. Deleting stays allowed: whole runs are pruned."""
     postgres = op.get_bind().dialect.name == "postgresql"
@@ -379,6 +421,7 @@ def downgrade() -> None:
     """Drop everything, the records too."""
     for table in (
         "handrail_heartbeat",
+        "handrail_pause",
         "handrail_handoff",
         "handrail_approval",
         "handrail_evidence",
