@@ -5,9 +5,12 @@
 #   make test         the tests
 #   make acceptance   every acceptance criterion, the tests that carry it, and whether they pass
 #   make bench        the benchmark: minutes, and a machine that does nothing else
-#   make bench-short  the same in a minute, to see that it runs; its figures mean nothing
+#   make bench-short  the same in two minutes, to see that it runs; its figures mean nothing
 #   make chaos        real workers, broker, database and provider under faults: MINUTES=5, SEED=7,
 #                     DATABASE=sqlite; exits 1 if a promise was broken
+#   make simulate     seeded schedules of everything that can go wrong, on a virtual clock: SEEDS=20000,
+#                     FIRST=0; exits 1 if a promise was broken or a fault point was not reached
+#   make simulate-bugs  known bugs are planted, and the simulator must find each
 #   make crash        a process is killed at every durable write and call; DATABASES="sqlite postgres",
 #                     SCENARIOS and KINDS choose; PAIRS=yes: the one that recovers is killed, too;
 #                     LINES=yes: at every line of a step and the sweep; EVERY=9: at every ninth place
@@ -29,7 +32,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DELETE_ON_ERROR:
-.PHONY: demo test acceptance bench bench-short chaos crash lint format ci clean
+.PHONY: demo test acceptance bench bench-short simulate simulate-bugs chaos crash lint format ci clean
 
 demo: $(READY)
 	$(BIN)/handrail demo
@@ -48,6 +51,12 @@ bench-short: $(READY)
 
 chaos: $(READY)
 	$(BIN)/python -m tests.chaos --minutes $(MINUTES) --database $(DATABASE) $(if $(SEED),--seed $(SEED)) $(CHAOS_ARGS)
+
+simulate: $(READY)
+	$(BIN)/python -m tests.simulator --seeds $(or $(SEEDS),20000) --first $(or $(FIRST),0)
+
+simulate-bugs: $(READY)
+	$(BIN)/python -m tests.simulator --bugs $(BUGS)
 
 crash: $(READY)
 	$(BIN)/python -m tests.crash --plans "$(CRASH_PLANS)" $(if $(DATABASES),--databases "$(DATABASES)") \

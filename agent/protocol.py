@@ -989,8 +989,8 @@ def cannot_undo(locked: Locked, problem: str) -> Ruling | None:
     """The compensation cannot be begun: the write is a person's. None where nothing is to be
     undone any more.
     """
-    if not _is_undoing(locked):
-        return None
+    if not _is_undoing(locked) or locked.own_effect is EffectStatus.DISPATCHED:
+        return None  # also while somebody's call is under way: its outcome has the word
     return _undoing_with_person(locked, problem, Reason.HANDOFF_REQUIRED, [])
 
 
@@ -1012,6 +1012,9 @@ def dispatch_compensation(
         return None, Halt("not-mine")
     mine = locked.own_effect is not None
     match effect.status:
+        case EffectStatus.APPLIED if _undid_something_else(effect, locked.undoing):
+            problem = "what would undo it has undone something else"
+            return cannot_undo(locked, problem), Halt("with-person")
         case EffectStatus.APPLIED:
             return _undone(locked, effect, locked.undoing, []), Halt("recorded")
         case EffectStatus.PLANNED | EffectStatus.ABSENT:
@@ -1046,6 +1049,15 @@ def dispatch_compensation(
         charges_tool=effect.tool,
     )
     return ruling, Go(sent, deadline_at)
+
+
+def _undid_something_else(effect: Effect, undoing: Effect) -> bool:
+    """Whether a compensation that took effect is no proof here: it was recorded for another write,
+    or left before the one that it is to undo.
+    """
+    if effect.compensates not in (None, undoing.id):
+        return True
+    return (effect.first_dispatched_at or 0) < (undoing.first_dispatched_at or 0)
 
 
 def _undoing_told(

@@ -340,6 +340,8 @@ _OF_TYPE: Final[tuple[tuple[str, Callable[[Any], bool], str], ...]] = (
     ("side_effect", lambda value: isinstance(value, SideEffect), "a SideEffect"),
     ("approval", lambda value: value is None or isinstance(value, Approval), "an Approval"),
     ("guarantee", lambda value: value is None or isinstance(value, Guarantee), "a Guarantee"),
+    ("stores_failures", lambda value: isinstance(value, bool), "True or False"),
+    ("confirmed_by_query", lambda value: isinstance(value, bool), "True or False"),
     (
         "takeover",
         lambda value: value is None or (_is_text(value) and bool(value.strip())),

@@ -10,17 +10,20 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
+import psycopg
+
 from benchmarks.fleet import DOUBTFUL, WORKFLOW, bench_fleet
 from benchmarks.processes import ROOT, Family, Load, cpu_seconds, start_worker, worker_memory_mb
 from handrail.embedded import EmbeddedValkey
 from handrail.keeper import KeptProcess
 from handrail.ledger.database import Database
 from handrail.ledger.tables import METADATA
+from handrail.reconciler.sweep import SWEPT
 from handrail.settings import Settings
 
 PATIENCE_S = 120
 POLL_S = 0.1  # when it ended is read from the trace: looking must cost next to nothing
-SEED_BATCH = 20_000
+SEED_BATCH = 5_000
 LATER_MS = 24 * 3_600_000  # no limit of a run comes in the way of what is measured
 RECORDS = ("handrail_trace", "handrail_observation", "handrail_output")
 
@@ -184,10 +187,12 @@ class Deployment:
 
     def settle_down(self) -> None:
         """Do what PostgreSQL would have done by and by, had the rows come one after the other."""
-        if self.database.postgres:
-            self.database.run("SET statement_timeout = 0", {})
-            self.database.run("VACUUM (ANALYZE)", {})
-            self.database.run("CHECKPOINT", {})
+        if self.database.postgres:  # on a connection that may take its time, unlike the ledger's
+            url = self.database.url.set(drivername="postgresql")
+            plain = url.render_as_string(hide_password=False)
+            with psycopg.connect(plain, autocommit=True) as connection:
+                connection.execute("VACUUM (ANALYZE)")
+                connection.execute("CHECKPOINT")
 
     def is_in_doubt(self) -> bool:
         """Whether a run is reconciling."""
@@ -208,7 +213,7 @@ class Deployment:
             raise NotCompleted(f"of {count} runs in doubt: {ended}")
 
     def start_sweeper(self) -> None:
-        """Start a process that does nothing but sweep."""
+        """Start a process that does nothing but sweep, and wait until it is at it."""
         command = [sys.executable, "-m", "handrail", "reconcile", "--every-s", "0.2"]
         self._family.keep(
             partial(
@@ -219,6 +224,11 @@ class Deployment:
                 environment={**os.environ, **self._environment},
             )
         )
+        began = time.monotonic()
+        while self.fleet.ledger.since_beat(SWEPT) is None:
+            if time.monotonic() - began > PATIENCE_S:
+                raise NotCompleted(f"nobody sweeps: see {self._directory}")
+            time.sleep(POLL_S)
 
     def memory_mb(self) -> float:
         """What the largest worker holds."""

@@ -229,7 +229,7 @@ class Bench:
         for name, took_ms in empty.items():
             self.add(f"{name}, ms", database, took_ms)
             more = f"{name}: {size.many_finished:,} finished runs ÷ none"
-            self.add(more, database, full[name] / took_ms, 1.5)
+            self.add(more, database, full[name] / took_ms)
 
     def backlog(self, database: str) -> None:
         """Very many effects in doubt, all due at once, while fresh runs come in."""

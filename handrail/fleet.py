@@ -126,6 +126,18 @@ class InvalidRun(BadInput):
 
 
 @dataclass(eq=False)
+class InvalidDecision(BadInput):
+    """A person's word about a run cannot be taken as it was given; nothing was changed."""
+
+    code: ClassVar[str] = "invalid-decision"
+    field: str
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.problem}"
+
+
+@dataclass(eq=False)
 class InvalidQuery(BadInput):
     """What was asked for cannot be looked up."""
 
@@ -542,16 +554,19 @@ class Fleet:
 
         Raises `NothingToApprove` where the run waits for no approval, or it is too old.
         """
+        _must_be_texts(approver=approver)
         return self._decide(run, lambda locked: protocol.approve(locked, approver=approver))
 
     def reject(self, run: str | Run, *, approver: str = "operator", comment: str = "") -> Run:
         """Refuse the action that a run is parked with: it stops, and the tool is never called."""
+        _must_be_texts(approver=approver, comment=comment)
         return self._decide(
             run, lambda locked: protocol.reject(locked, approver=approver, comment=comment)
         )
 
     def answer(self, run: str | Run, text: str, *, author: str = "user") -> Run:
         """Answer the question that a run has asked; it goes on with the time it had left."""
+        _must_be_texts(text=text, author=author)
         return self._decide(run, lambda locked: protocol.answer(locked, text=text, author=author))
 
     def pause(
@@ -1054,6 +1069,12 @@ def _checked_input(workflow: Workflow, given: Json | BaseModel) -> Json:
         where = ".".join(map(str, first["loc"])) or "input"
         raise InvalidRun(f"input.{where}", first["msg"]) from None
     return normal(checked.model_dump(mode="json"))
+
+
+def _must_be_texts(**words: object) -> None:
+    for name, word in words.items():
+        if not isinstance(word, str):
+            raise InvalidDecision(name, f"must be a text, not {type(word).__name__}")
 
 
 __all__ = ["Fleet", "InvalidRun", "NoBroker", "StillRunning", "UnknownRun", "UnknownWorkflow"]

@@ -298,7 +298,7 @@ class Ledger:
 
     def _existing(self, tx: Session, new: NewRun) -> Inserted:
         rows = tx.run(
-            "SELECT id, workflow, goal, input, mode FROM handrail_run"
+            "SELECT id, tenant, principal, workflow, goal, input, mode FROM handrail_run"
             " WHERE id = :id OR (tenant = :tenant AND mode = :mode AND dedupe_key = :dedupe_key)",
             {
                 "id": new.run_id,
@@ -310,13 +310,16 @@ class Ledger:
         for row in rows:
             if row["id"] != new.run_id:
                 return Inserted(row["id"], False, None)  # a double click is one run
-            same = (row["workflow"], row["goal"], row["input"], row["mode"]) == (
-                new.workflow,
-                escaped(new.goal),
-                canonical(new.input),
-                new.state.mode,
-            )
-            if same:
+            asked = {
+                "id": new.run_id,
+                "tenant": new.tenant,
+                "principal": dumps(new.principal.to_json()),
+                "workflow": new.workflow,
+                "goal": escaped(new.goal),
+                "input": canonical(new.input),
+                "mode": new.state.mode.value,
+            }
+            if row == asked:
                 return Inserted(row["id"], False, None)
         raise RunExists(new.run_id)
 

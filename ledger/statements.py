@@ -362,7 +362,10 @@ def give_back(postgres: bool) -> str:
     effect is not given back: its outcome is its sender's to tell.
     """
     d = dialect(postgres)
-    claims = "= ANY(:claims)" if postgres else "IN (SELECT value FROM json_each(:claims))"
+    held = "r.claim_id IN (SELECT value FROM json_each(:claims))"
+    if postgres:  # locked in the order of `Ledger.claim_each`
+        held = """r.id = ANY (ARRAY(SELECT id FROM handrail_run WHERE claim_id = ANY(:claims)
+                ORDER BY id COLLATE "C" FOR UPDATE)) AND r.claim_id = ANY(:claims)"""
     unused = "= ANY(:unused)" if postgres else "IN (SELECT value FROM json_each(:unused))"
     return f"""
         UPDATE handrail_run AS r SET
@@ -373,7 +376,7 @@ def give_back(postgres: bool) -> str:
                 + CASE WHEN r.claim_id {unused} THEN tool_calls_reserved ELSE 0 END,
             tool_calls_reserved = 0
         {d.clock}
-        WHERE r.claim_id {claims} AND r.holder = :holder AND r.lease_until IS NOT NULL
+        WHERE {held} AND r.holder = :holder AND r.lease_until IS NOT NULL
             AND r.status IN ('running', 'executing') AND r.cancel_requested_at IS NULL
             AND NOT EXISTS (SELECT 1 FROM handrail_effect AS e WHERE e.id = r.effect_id
                 AND e.owner_run_id = r.id AND e.status IN ('dispatched', 'unknown'))
@@ -412,7 +415,10 @@ def set_going(postgres: bool) -> str:
 
 @lru_cache(maxsize=2)
 def put_off(postgres: bool) -> str:
-    """Put runs that wait on a pause off, while it is in force and no limit of theirs is over."""
+    """Put runs that wait on a pause off, while it is in force and no limit of theirs is over.
+
+    One whose write was proved meanwhile has nothing more to dispatch, and goes on.
+    """
     d = dialect(postgres)
     ids = "IN (SELECT value FROM json_each(:ids))"
     if postgres:  # what is locked is being looked at: to wait for it could be for ever
@@ -425,7 +431,7 @@ def put_off(postgres: bool) -> str:
         SET due_at = {d.now} + :pause_ms, wake_at = {d.now} + :pause_ms {d.clock}
         WHERE r.id {ids} AND r.due_at IS NOT NULL AND r.deadline_at IS NULL
             AND r.lease_until IS NULL AND r.cancel_requested_at IS NULL
-            AND r.expires_at > {d.now} AND (
+            AND r.expires_at > {d.now} AND r.phase = 'write' AND (
                 EXISTS (SELECT 1 FROM handrail_pause AS p WHERE p.scope = 'fleet'
                     OR (p.scope = 'tenant' AND p.name = r.tenant)
                     OR (p.scope = 'workflow' AND p.name = r.workflow)

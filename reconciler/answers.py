@@ -40,6 +40,6 @@ def read_answer(tool: Tool, found: Any, effect: Effect, run: RunFacts, *, eviden
         return Applied(normal(value), evidence)
     except NotCanonical:
         return NoAnswer("record-violates-contract")
-    except Exception as error:
+    except BaseException as error:  # also what would end the sweep: it is the workflow's own code
         log.info("the record of %s could not be judged: %r", effect.id, error)
         return NoAnswer("record-not-judged")

@@ -224,6 +224,13 @@ class Runtime:
 
     # ---- going away ------------------------------------------------------------------------------
 
+    def give_back(self, handle: Handle) -> None:
+        """Give back a claim of which nothing was used; its step is published again."""
+        claim_id = handle.claim.claim_id
+        handle.lost = True
+        due = self.ledger.give_back([claim_id], unused=[claim_id], holder=self.holder)
+        self.send(*due)
+
     def drain(self, timeout_s: float) -> int:
         """Stop in order: claim nothing more, finish writes, give back the rest in one statement.
 

@@ -109,6 +109,9 @@ async def run_step(runtime: Runtime, message: StepMessage) -> None:
     handle = Handle(claim, loop.create_future(), loop, until, ends, task=asyncio.current_task())
     runtime.enter(handle)
     try:
+        if runtime.draining:  # it began while this claim was on its way
+            runtime.give_back(handle)
+            return
         await _Step(runtime, claim, handle, started).run()
         runtime.counts["steps"] += 1
     except (ConnectionLost, DatabaseUnavailable) as error:

@@ -15,4 +15,4 @@ app.conf.update(
     broker_transport_options={"global_keyprefix": settings.key_prefix},
     beat_schedule={"stock": {"task": "shop.count", "schedule": 60.0}},
 )
-app.conf.beat_schedule |= fleet.beat_schedule()
+app.conf.beat_schedule = {**app.conf.beat_schedule, **fleet.beat_schedule()}

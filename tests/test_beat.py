@@ -69,7 +69,7 @@ def test_the_schedule_merges_into_that_of_any_app(
     settings.
     """
     app = somebodys_app(valkey_url, prefix)
-    app.conf.beat_schedule |= fleet.beat_schedule()
+    app.conf.beat_schedule = {**app.conf.beat_schedule, **fleet.beat_schedule()}
     send_all(app)
 
     [theirs] = waiting(valkey_url, f"{prefix}shop")

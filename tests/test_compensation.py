@@ -650,6 +650,41 @@ def test_a_compensation_that_somebody_else_has_made_is_the_proof(world: World) -
     assert undoing(world, run)["owner_run_id"] == "by-hand"
 
 
+def test_a_compensation_that_has_undone_something_else_is_no_proof(world: World) -> None:
+    """Two bookings of a seat, each an intent of its own, and one way to free it: it happened once,
+    for the first of them.
+    """
+    booking: dict[str, Any] = {"intent": lambda arguments, run: f"book:7:{run.goal}"}
+    world.workflow(world.compensable_tool(**booking), plan=[save(id=7)], budget=PATIENT)
+    ended = []
+    for run in (world.start(), world.start()):
+        world.step(run, outside=cancelling(world, run))
+        ended.append(world.drive(run).status)
+
+    assert ended == ["compensated", "handed_off"]
+    assert world.service.performed == ["book:7:run-1", "undo:7", "book:7:run-2"]
+    assert "something else" in handoff(world, "run-2")["problem"]
+
+
+def test_a_compensation_that_left_before_the_write_is_no_proof(world: World) -> None:
+    drafts(world)
+    assert world.drive(runs_undo(world, "later")).status == "completed"
+    world.advance(SECOND)
+    run = world.start("draft", run_id="later")
+    world.step(run, outside=cancelling(world, run))
+
+    assert world.drive(run).status == "handed_off"
+    assert statuses(world, run) == ("handed_off", "applied")
+    assert world.service.performed == [f"undo:{run}", f"save:{run}"]
+
+
+def cancelling(world: World, run: str) -> Outside:
+    """A worker whose run is cancelled while its write is under way."""
+    return Outside(
+        when=lambda place: place == "after write tool", then=lambda: world.fleet.cancel(run)
+    )
+
+
 def test_a_compensation_whose_intent_exists_with_other_arguments_is_a_persons(
     world: World,
 ) -> None:
@@ -716,6 +751,21 @@ def test_what_cannot_be_begun_is_a_persons(
     assert saved(world, run)["status"] == "handed_off"
     assert problem in handoff(world, run)["problem"]
     assert world.service.performed == [f"save:{run}"]
+
+
+def test_who_cannot_begin_a_compensation_does_not_stop_one_that_is_under_way(
+    world: World,
+) -> None:
+    """Two processes sweep, and the code of one is at fault: the call of the other counts."""
+    drafts(world)
+    run = cancelled_in_flight(world)
+
+    def gives_up() -> None:
+        assert world.rule(run, lambda locked: protocol.cannot_undo(locked, "at fault")) is None
+
+    world.sweep(Outside(when=lambda place: place == "after write tool", then=gives_up))
+
+    is_undone(world, world.fleet.get(run))
 
 
 def test_a_compensation_that_the_code_does_not_declare_any_more_is_a_persons(

@@ -92,6 +92,15 @@ def test_a_double_click_is_one_run(world: World) -> None:
         world.fleet.enqueue("draft", goal="another goal", run_id="a")
 
 
+@pytest.mark.parametrize("other", [{"tenant": "another"}, {"principal": "eve"}])
+def test_nobody_is_given_the_run_of_another_whose_id_they_name(world: World, other: Any) -> None:
+    world.workflow(world.read_tool())
+    world.start(run_id="a")
+
+    with pytest.raises(RunExists):
+        world.start(run_id="a", **other)
+
+
 @pytest.mark.parametrize(
     "asked",
     [

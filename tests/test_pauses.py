@@ -5,13 +5,14 @@ up.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Final
 
 import pytest
 
 from handrail.agent.budget import Budget
 from handrail.agent.pauses import InvalidPause
-from handrail.agent.protocol import PAUSED_MS
+from handrail.agent.protocol import PAUSED_MS, contrary_evidence
 from handrail.agent.review import findings
 from handrail.agent.status import RunStatus
 from handrail.ledger import statements
@@ -234,6 +235,36 @@ def test_an_unknown_intent_is_not_sent_again_under_a_pause(world: World) -> None
     world.fleet.resume()
     assert world.drive(run).status == "completed"
     assert world.service.calls["write r"] == 2 and world.service.performed == ["save:r"]
+
+
+def test_a_write_that_is_proved_under_a_pause_sets_its_run_going(world: World) -> None:
+    """It was believed absent, and waited on a pause to be sent again; then it proves to have left.
+    Nothing is left to dispatch, whether or not the first message about that arrives.
+    """
+    patient = replace(BUDGET, deadline_ms=5 * MINUTE)
+    world.workflow(world.write_tool(), plan=[save_for_goal], budget=patient)
+    run = world.start(run_id="r")
+    world.service.script = ["dropped"]
+    world.step(run)
+    until(world, run, "running")
+    world.fleet.pause(reason="everything")
+    world.step(run)
+    assert world.row(run)["deadline_at"] is None
+
+    world.service.records["save:r"] = {"receipt": 1}
+    world.rule(run, contrary_evidence)
+    until(world, run, "running")
+    assert world.effect("save:r")["status"] == "applied"
+
+    world.messages.clear()  # the one that says so is lost
+    let_wait(world, run, MINUTE)
+    assert world.fleet.get(run).status == "completed" and world.service.calls["write r"] == 1
+
+
+def until(world: World, run: str, status: str) -> None:
+    """Sweep until a run has come so far."""
+    while world.row(run)["status"] != status:
+        world.sweep_when_due(run)
 
 
 def test_wherever_a_worker_dies_under_a_pause_the_run_goes_on_after_it(world: World) -> None:

@@ -21,7 +21,7 @@ from handrail.agent.fixed import Check, Confirm, Deny, HandOff, Proceed, Read, V
 from handrail.agent.stage import Checked, Succeeded
 from handrail.agent.tools import Principal, Tool
 from handrail.broker.loop import SharedLoop, shared_loop
-from handrail.fleet import InvalidRun, UnknownWorkflow, ask_bounded
+from handrail.fleet import InvalidDecision, InvalidRun, UnknownWorkflow, ask_bounded
 from handrail.ledger.errors import DatabaseUnavailable, UnknownRun
 from handrail.ledger.migrate import upgrade
 from handrail.runs import Run
@@ -392,3 +392,21 @@ def test_a_stage_of_the_wrong_kind_is_refused(fleet: Fleet) -> None:
     ):
         with pytest.raises(InvalidDefinition):
             make()
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        lambda fleet, run: fleet.answer(run, 123),
+        lambda fleet, run: fleet.answer(run, "yes", author=None),
+        lambda fleet, run: fleet.approve(run, approver=123),
+        lambda fleet, run: fleet.reject(run, comment=b"no"),
+    ],
+)
+def test_a_persons_word_that_is_no_text_is_refused_and_nothing_is_changed(word: Any) -> None:
+    fleet = Fleet(database_url="sqlite://")
+
+    with pytest.raises(InvalidDecision, match="must be a text") as refused:
+        word(fleet, "run")
+
+    assert refused.value.code == "invalid-decision"

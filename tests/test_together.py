@@ -19,11 +19,11 @@ from handrail.agent.status import RunStatus
 from handrail.broker.message import StepMessage
 from handrail.ledger.database import ConnectionLost
 from handrail.ledger.errors import DatabaseUnavailable
-from handrail.ledger.ledger import Claim, StepEnd
+from handrail.ledger.ledger import Claim, DueStep, StepEnd
 from handrail.tasks.runtime import Handle, Runtime
 from handrail.tasks.step import run_step
 from handrail.tasks.together import MOST, Together
-from tests.world import KINDS, World, look, open_world
+from tests.world import KINDS, Outside, World, look, open_world
 
 RUNS = 5
 Rows = list[list[dict[str, Any]]]
@@ -417,6 +417,29 @@ def test_workers_that_claim_the_same_runs_in_any_order_never_wait_for_each_other
     assert sorted(won[0] + won[1]) == sorted(f"{run} {at}" for run in runs for at in range(rounds))
 
 
+def test_a_worker_that_leaves_locks_its_runs_in_the_same_order(world: World) -> None:
+    """Or its drain and the commits of its last steps could wait for each other."""
+    if not world.postgres:
+        return  # one transaction at a time: nobody holds one row and waits for another
+    world.workflow(world.read_tool())
+    claims = [world.claim(world.start(run_id=name)) for name in ("b", "a")]
+    held = [claim.claim_id for claim in all_of(claims)]
+    returned: list[DueStep] = []
+
+    def leave() -> None:
+        returned.extend(world.ledger.give_back(held, unused=[], holder="a worker"))
+
+    leaving = threading.Thread(target=leave)
+    with world.control.transaction() as tx:  # as a commit of both locks them
+        tx.run("SELECT id FROM handrail_run WHERE id = 'a' FOR UPDATE", {})
+        leaving.start()
+        leaving.join(0.3)
+        tx.run("SELECT id FROM handrail_run WHERE id = 'b' FOR UPDATE", {})
+    leaving.join()
+
+    assert sorted(step.run_id for step in returned) == ["a", "b"]
+
+
 def all_of(claims: Sequence[Claim | None]) -> list[Claim]:
     """Claims that were all granted."""
     assert None not in claims
@@ -426,3 +449,18 @@ def all_of(claims: Sequence[Claim | None]) -> list[Claim]:
 def going_on(claim: Claim) -> Ruling:
     """A ruling by which a run goes on, with nothing new."""
     return Ruling(state=replace(claim.state, status=RunStatus.RUNNING))
+
+
+def test_a_claim_that_was_on_its_way_as_a_drain_began_is_given_back_unused(world: World) -> None:
+    [run] = several(world, 1)
+    worker = world.worker(outside := Outside())
+    outside.when = lambda place: place == "after claim"
+    outside.then = lambda: worker.drain(0)
+
+    world.step(run, outside=outside, runtime=worker)
+
+    row = world.row(run)
+    assert (row["lease_until"], row["attempts"]) == (None, 0)
+    assert world.service.calls[f"model {run}"] == 0
+    assert [message.run_id for message in world.messages] == [run]
+    assert world.drive(run).status == "completed"

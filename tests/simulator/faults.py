@@ -1,0 +1,530 @@
+"""What a schedule is: everything that is drawn from its seed before it begins.
+
+Which runs there are, with which tools and budgets; how many workers and sweepers, and how wrong
+their clocks are; how the service and the model behave; and where trouble strikes. The scheduler
+draws the order of events from the same seed as it goes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from tests.simulator import points
+from tests.simulator.points import AFTER, BEFORE, COMMITTED, INSIDE, POINTS, Point
+from tests.simulator.service import KINDS, STALL_MS, Kind, Way
+
+#: What strikes at a point, how often, and which faults of the plan it stands for.
+STRIKES: Final = {
+    "die": 5,  # F1: the process is killed
+    "stall": 6,  # F2, F20: it stands still, or another is simply faster
+    "slow": 2,  # F12: the call is slow, and the rest of the process is not
+    "lose": 4,  # F6, F8: the answer is lost, before or after the work was done
+    "refuse": 1,  # F5, F8, F9: the database, the broker or the lock refuses
+}
+STALLS_MS: Final = (0, 0, 0, 0, 0, 700, 3_000, 6_000, 12_000, 31_000, 31_000, 70_000, 600_000)
+
+SHAPES: Final[Mapping[str, int]] = {"commit": 9, "loop": 8, "read": 1}
+
+#: How calls of the service go, as far as a tool of each kind may behave so.
+WRITES: Final = (
+    *(Way("ok"),) * 4,
+    Way("slow", 700),
+    Way("slow", 4_500),
+    Way("lost"),
+    Way("lost"),
+    Way("dropped"),
+    Way("late", 3_000),
+    Way("late", 40_000),
+    Way("hang"),
+    Way("late and silent", 2_000),
+    Way("deaf"),
+    Way("stubborn", 9_000),
+    Way("refused"),
+    Way("refused at the door"),
+    Way("busy"),
+    Way("busy"),
+    Way("unclear"),
+    Way("unclear and done"),
+)
+LIES: Final = (
+    Way("no effect"),
+    Way("another's"),
+    Way("wrong amount"),
+    Way("unstorable"),
+    Way("huge"),
+    Way("odd text"),
+)
+READS: Final = (
+    *(Way("ok"),) * 3,
+    Way("slow", 900),
+    Way("slow", 7_000),
+    Way("lost"),
+    Way("hang"),
+    Way("busy"),
+    Way("unstorable"),
+    Way("odd text"),
+)
+QUERIES: Final = (
+    *(Way("ok"),) * 2,
+    Way("error"),
+    Way("pending"),
+    Way("another's"),
+    Way("wrong amount"),
+)
+#: More than there is time in any schedule: a run whose time ends has been forgotten.
+DEADLINE_MS: Final = 10_000_000
+#: How the model of a run behaves.
+MODELS: Final = (
+    "garbage",
+    "unknown tool",
+    "repeats",
+    "a-b-a-b",
+    "claims at once",
+    "endless",
+    "slow",
+    "silent",
+    "breaks",
+    "asks",
+    "two at once",
+    "chatty",
+)
+ACTS: Final = {
+    "cancel": 8,  # F16
+    "flush": 3,  # F4: locks and queue are gone
+    "unlock": 1,  # F4: one lock is deleted
+    "empty the queue": 3,  # F4
+    "forge": 3,  # F7: messages that nobody sent
+    "drain": 3,  # F3
+    "freeze": 1,  # F20: nobody moves for ten minutes
+    "kill": 3,  # F1: between any two turns
+    "database away": 2,  # F9
+    "broker away": 2,  # F6
+    "lock away": 2,  # F5
+    "decide": 3,  # F16: at once, twice, or late
+    "pause": 3,
+    "resume": 2,
+    "report": 4,
+}
+#: What happens while somebody stands still: where two are at one thing, things go wrong.
+MEANWHILE: Final[dict[tuple[str, ...], int]] = {
+    (): 6,
+    ("cancel",): 5,
+    ("sweep",): 3,
+    ("deliver",): 3,
+    ("deliver", "deliver", "old"): 1,
+    ("the lease", "sweep", "deliver"): 5,
+    ("world goes on",): 7,
+    ("the lease", "world goes on"): 3,
+    ("cancel", "world goes on"): 2,
+    ("flush", "deliver"): 1,
+    ("drain",): 2,
+    ("freeze",): 1,
+    ("report",): 2,
+    ("pause", "deliver"): 1,
+    ("cancel", "drain"): 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Theme:
+    """What a schedule is about: drawn from one theme, rare things meet more often.
+
+    `opening` are cells, at one of which somebody stands still first, while `opens_with` happens.
+    """
+
+    weight: int
+    writes: Sequence[Way] = WRITES
+    scripts: Sequence[tuple[Way, ...]] = ()  # how the first writes go, one after the other
+    odd: float = 0.06  # how often a model, a budget or a mode is out of the ordinary
+    strikes: Mapping[str, int] = field(default_factory=lambda: STRIKES)
+    points: Sequence[Point] = tuple(POINTS)
+    acts: Mapping[str, int] = field(default_factory=lambda: ACTS)
+    kinds: Sequence[str] = ()
+    shapes: Mapping[str, int] = field(default_factory=lambda: SHAPES)
+    meanwhile: Mapping[tuple[str, ...], int] = field(default_factory=lambda: MEANWHILE)
+    opening: Sequence[tuple[Point, int]] = ()
+    opens_with: Sequence[tuple[str, ...]] = ()
+    opens_at: Sequence[int] = (1,)  # the how manieth time
+    sweepers: Sequence[int] = (0, 1, 1, 1, 1, 2, 2, 2, 2, 2)
+    lacks: float = 0.03  # how often a process lacks the workflows
+
+
+_DOUBTFUL: Final = (
+    Way("ok"),
+    Way("lost"),
+    Way("lost"),
+    Way("dropped"),
+    Way("dropped"),
+    Way("late", 3_000),
+    Way("late", 60_000),
+    Way("late and silent", 60_000),
+    Way("deaf"),
+    Way("busy"),
+)
+_LONG: Final[Mapping[tuple[str, ...], int]] = {
+    ("world goes on",): 6,
+    ("the lease", "world goes on"): 3,
+    ("the lease",): 2,
+    ("freeze", "world goes on"): 1,
+    ("cancel",): 2,
+}
+_STILL: Final = {"stall": 8, "die": 1, "slow": 1, "lose": 1}
+_UNDOING: Final = (points.UNDO_PLAN, points.UNDO_DISPATCH, points.UNDO)
+THEMES: Final[Mapping[str, Theme]] = {
+    "anything": Theme(8, odd=0.4),
+    "doubt": Theme(5, writes=_DOUBTFUL),
+    "slow sweeps": Theme(
+        3,
+        writes=_DOUBTFUL,
+        strikes=_STILL,
+        points=(points.WAKE, points.QUERY, points.QUERY, points.VERDICT, points.DUE),
+        meanwhile=_LONG,
+    ),
+    "slow writers": Theme(
+        4,
+        writes=_DOUBTFUL,
+        strikes=_STILL,
+        points=(
+            points.CHECKPOINT,
+            points.LOCK,
+            points.DISPATCH,
+            points.LOOK,
+            points.WRITE,
+            points.OUTCOME,
+        ),
+        meanwhile=_LONG,
+        kinds=(
+            "query_alone",
+            "dying_key_and_query",
+            "undoable_unkeyed",
+            "key_and_query",
+            "neither",
+        ),
+        opening=((points.DISPATCH, AFTER), (points.WRITE, BEFORE), (points.OUTCOME, BEFORE)),
+        opens_with=(("sent again",), ("the lease", "world goes on"), ("world goes on",)),
+    ),
+    "races": Theme(
+        4,
+        strikes={"stall": 1},
+        points=(points.CLAIM, points.CLAIM, points.COMMIT, points.MODEL, points.LOOK),
+    ),
+    "stale answers": Theme(
+        2,
+        scripts=(
+            (Way("dropped"), Way("late", 60_000)),
+            (Way("dropped"), Way("late", 60_000)),
+            (Way("late", 60_000),),
+        ),
+        strikes={"stall": 1},
+        points=(points.QUERY, points.VERDICT),
+        meanwhile={("world goes on", "world goes on"): 3, ("the lease",): 2},
+        kinds=("query_alone", "dying_key_and_query", "key_and_query", "deadline_and_query"),
+        opening=((points.QUERY, INSIDE), (points.QUERY, AFTER), (points.VERDICT, BEFORE)),
+        opens_with=(("the lease",), ("world goes on",), ("sent again",), ("sent again",)),
+        opens_at=(1, 3),
+        sweepers=(1, 2, 2),
+    ),
+    "second tries": Theme(
+        2,
+        scripts=(
+            (Way("lost"), Way("refused at the door")),
+            (Way("deaf"), Way("refused at the door")),
+            (Way("late", 9_000), Way("refused at the door")),
+            (Way("lost"), Way("busy"), Way("busy")),
+        ),
+        kinds=("key_alone", "dying_key_alone", "stored_failures", "key_and_query"),
+    ),
+    "late landings": Theme(
+        3,
+        scripts=(
+            (Way("late", 60_000),),
+            (Way("late and silent", 60_000),),
+            (Way("dropped"), Way("late", 60_000)),
+        ),
+        points=(points.QUERY, points.VERDICT, points.WAKE, points.WRITE),
+        kinds=("query_alone", "dying_key_and_query", "deadline_and_query", "undoable_unkeyed"),
+    ),
+    "deaths": Theme(3, strikes={"die": 1}),
+    "lost answers": Theme(3, strikes={"lose": 1}),
+    "undoing": Theme(
+        4,
+        kinds=("undoable", "undoable_unkeyed"),
+        points=(*_UNDOING, *_UNDOING, points.UNDO_WAITS, points.WAKE, points.LOOK, points.VERDICT),
+        meanwhile=_LONG,
+        opening=((points.WRITE, INSIDE), (points.OUTCOME, BEFORE), (points.DISPATCH, AFTER)),
+        opens_with=(("cancel",), ("cancel", "pause"), ("cancel", "lock away")),
+    ),
+    "wishes": Theme(
+        2,
+        points=(points.UNDER_WISH, points.UNDER_WISH, points.CANCEL, points.COMMIT, points.WAKE),
+        shapes={"loop": 2, "read": 1},
+        opening=((points.MODEL, INSIDE), (points.VERIFY, INSIDE), (points.COMMIT, BEFORE)),
+        opens_with=(("cancel",),),
+    ),
+    "drains": Theme(
+        2,
+        points=(points.DRAIN, points.DRAIN, points.CLAIM, points.COMMIT, points.OUTCOME),
+        opening=((points.MODEL, INSIDE), (points.WRITE, BEFORE), (points.CLAIM, AFTER)),
+        opens_with=(("drain",), ("drain", "deliver")),
+    ),
+    "deploys": Theme(
+        1,
+        writes=_DOUBTFUL,
+        points=(points.RETURNED, points.RETURNED, points.WAKE),
+        lacks=0.5,
+        kinds=("key_and_query", "query_alone", "confirmed"),
+    ),
+    "crowded": Theme(
+        2,
+        points=(points.GIVE_BACK, points.GIVE_BACK, points.LOCK, points.UNLOCK, points.DISPATCH),
+        opening=((points.CLAIM, AFTER), (points.LOCK, AFTER), (points.WRITE, INSIDE)),
+        opens_with=(("lock away",), ("deliver",), ("pause",)),
+    ),
+    "people": Theme(
+        2,
+        points=(points.REPORT, points.PAUSE, points.DECIDE, points.CANCEL, points.ACCEPT),
+        acts={"report": 6, "pause": 3, "resume": 4, "decide": 4, "cancel": 2},
+        opening=((points.WRITE, INSIDE), (points.QUERY, INSIDE), (points.OUTCOME, BEFORE)),
+        opens_with=(("report",), ("report", "world goes on"), ("pause",), ("decide",)),
+    ),
+    "consent": Theme(
+        4,
+        kinds=("agreed", "agreed_unkeyed"),
+        shapes={"commit": 3, "loop": 2},
+        acts={"price": 8, **ACTS},
+        strikes={"die": 3, "stall": 3, "lose": 2},
+        points=(points.DECIDE, points.PARK, points.DISPATCH, points.DISPATCH, points.CHECKPOINT),
+        opening=((points.DECIDE, AFTER), (points.CLAIM, AFTER), (points.PARK, AFTER)),
+        opens_with=(("price",), ("decide",), ("cancel",), ("decide", "price"), ("the lease",)),
+    ),
+    "charges": Theme(
+        1,
+        kinds=("key_alone", "key_and_query"),
+        shapes={"loop": 1},
+        points=(points.CHARGE, points.CHARGE, points.READ, points.VERIFY, points.MARK),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """One run that is to be accepted."""
+
+    run_id: str
+    workflow: str
+    tenant: str
+    order: str
+    amount: int
+    model: str
+    reads: int  # how many reads an honest model wants first
+    budget: dict[str, Any]
+    mode: str = "live"
+
+
+@dataclass(frozen=True, slots=True)
+class Strike:
+    """Trouble at a point: at the n-th point from the beginning, or the n-th time at a cell.
+
+    `meanwhile` is what happens first while the one who was struck stands still.
+    """
+
+    what: str
+    number: int
+    cell: int | None
+    ms: int
+    meanwhile: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """One worker: how wrong its monotonic clock is, and whether it has the workflows."""
+
+    offset_ms: int
+    rate: float
+    knows: bool
+
+
+@dataclass(slots=True)
+class Plan:
+    """Everything that is drawn before a schedule begins."""
+
+    seed: int
+    theme: str
+    kind: Kind
+    shape: str
+    stall_ms: int | None
+    runs: list[RunPlan]
+    workers: list[WorkerPlan]
+    sweepers: int
+    moves: int
+    strikes: list[Strike]
+    acts: dict[int, list[str]] = field(default_factory=dict)
+    writes: list[Way] = field(default_factory=list)
+    reads: list[Way] = field(default_factory=list)
+    queries: list[Way] = field(default_factory=list)
+    foreign: float = 0.0  # how often a sweep lacks the workflows
+    query_dead: bool = False  # no query is ever answered
+    expires_ms: int = 24 * 3_600_000  # of an approval
+    lag_ms: int = 0  # how late the service shows a record
+    lively: bool = True  # while time passes, messages are taken and the beat goes on
+    beat_ms: int = 0  # the beat's phase
+    retires: bool = True  # a dead worker is replaced before there is peace
+
+    def told(self) -> str:
+        """The plan in one line, for the timeline."""
+        orders = ", ".join(
+            f"{run.run_id}={run.tenant}/{run.order}/{run.amount} ({run.model})" for run in self.runs
+        )
+        return (
+            f"seed {self.seed} ({self.theme}): {self.shape} with {self.kind.name},"
+            f" S {self.stall_ms}; {orders};"
+            f" {len(self.workers)} workers, {self.sweepers} sweepers"
+        )
+
+
+def draw(seed: int) -> Plan:
+    """Draw a schedule."""
+    chance = random.Random(seed)
+    name = chance.choices([*THEMES], [theme.weight for theme in THEMES.values()])[0]
+    theme = THEMES[name]
+    shape = chance.choices([*theme.shapes], [*theme.shapes.values()])[0]
+    kind = KINDS[chance.choice(theme.kinds or [*KINDS])]
+    plan = Plan(
+        seed=seed,
+        theme=name,
+        kind=kind,
+        shape=shape,
+        stall_ms=None if chance.random() < 0.1 else STALL_MS,
+        runs=_runs(chance, shape, kind, theme.odd),
+        workers=_workers(chance, theme.lacks),
+        foreign=theme.lacks,
+        sweepers=chance.choice(theme.sweepers),
+        moves=chance.randrange(5, 16),
+        strikes=_strikes(chance, theme),
+        query_dead=chance.random() < 0.04,
+        lag_ms=chance.choice((0, 0, 0, 1_500, 24_000)),
+        lively=chance.random() < 0.65,
+        beat_ms=chance.randrange(5_000),
+        retires=chance.random() < 0.8,
+    )
+    for _ in range(chance.choices((0, 1, 2, 3), (6, 5, 3, 1))[0]):
+        act = chance.choices([*theme.acts], [*theme.acts.values()])[0]
+        plan.acts.setdefault(chance.randrange(plan.moves), []).append(act)
+    if theme.scripts:
+        plan.writes = [*chance.choice(theme.scripts)]
+    elif chance.random() < 0.7:
+        plan.writes = [chance.choice(theme.writes) for _ in range(chance.randrange(1, 4))]
+        if chance.random() < 0.15:
+            plan.writes.insert(chance.randrange(len(plan.writes) + 1), chance.choice(LIES))
+    if chance.random() < 0.3:
+        plan.reads = [chance.choice(READS) for _ in range(chance.randrange(1, 3))]
+    if chance.random() < 0.4:
+        plan.queries = [chance.choice(QUERIES) for _ in range(chance.randrange(1, 4))]
+    return plan
+
+
+def _runs(chance: random.Random, shape: str, kind: Kind, odd: float) -> list[RunPlan]:
+    workflow = "reading" if shape == "read" else f"{shape}_{kind.name}"
+    pattern = chance.choices(
+        (
+            [("shop", "a", 100)],
+            [("shop", "a", 100), ("shop", "a", 100)],
+            [("shop", "a", 100), ("shop", "b", 100)],
+            [("shop", "a", 100), ("shop", "a", 999)],
+            [("shop", "a", 100), ("store", "a", 100)],
+            [("shop", "a", 100), ("shop", "a", 100), ("store", "a", 100)],
+        ),
+        (12, 5, 1, 1, 1, 1),
+    )[0]
+    return [
+        RunPlan(
+            run_id=f"r{number}",
+            workflow=workflow,
+            tenant=tenant,
+            order=order,
+            amount=amount,
+            model=chance.choice(MODELS) if chance.random() < odd else "honest",
+            reads=chance.choice((0, 0, 1)) if shape == "loop" else 1,
+            budget=_budget(chance, shape, odd),
+            mode="shadow" if chance.random() < odd / 10 else "live",
+        )
+        for number, (tenant, order, amount) in enumerate(pattern)
+    ]
+
+
+def _budget(chance: random.Random, shape: str, odd: float) -> dict[str, Any]:
+    whole: dict[str, Any] = {
+        "steps": 9,
+        "model_calls": 9,
+        "tool_calls": 6,
+        "deadline_ms": DEADLINE_MS,
+    }
+    if chance.random() >= odd:
+        return whole
+    tight: dict[str, Any] = chance.choice(
+        (
+            {"steps": 2},
+            {"model_calls": 2},
+            {"tool_calls": 1},
+            {"tool_calls": 0},
+            {"deadline_ms": 9_000},
+            {"deadline_ms": 45_000},
+            {"output_bytes": 60},
+            {"expires_ms": 60_000},
+            {"tool_calls": 3} if shape == "commit" else {"per_tool": {"lookup": 1}},
+            {"tool_calls": 2} if shape == "commit" else {"per_tool": {"lookup": 0}},
+        )
+    )
+    return whole | tight
+
+
+def _workers(chance: random.Random, lacks_workflows: float) -> list[WorkerPlan]:
+    number = chance.choices((1, 2, 3), (2, 6, 1))[0]
+    lacks = chance.random() < lacks_workflows
+    return [
+        WorkerPlan(
+            offset_ms=chance.randrange(10**8),
+            rate=1 + chance.choice((0.0, 0.0, 1e-4, -1e-4)),
+            knows=not (lacks and turn == 0),
+        )
+        for turn in range(number)
+    ]
+
+
+def _strikes(chance: random.Random, theme: Theme) -> list[Strike]:
+    found: list[Strike] = []
+    if theme.opening and chance.random() < 0.85:
+        point, side = chance.choice(theme.opening)
+        meanwhile = chance.choice(theme.opens_with)
+        number = chance.choice(theme.opens_at)
+        found.append(Strike("stall", number, point.base + side, 0, meanwhile))
+    for _ in range(chance.choices((0, 1, 2, 3, 4), (1, 5, 5, 3, 1))[0]):
+        what = chance.choices([*theme.strikes], [*theme.strikes.values()])[0]
+        ms = chance.choice(STALLS_MS)
+        during: tuple[str, ...] = ()
+        if what in ("stall", "slow"):
+            during = chance.choices([*theme.meanwhile], [*theme.meanwhile.values()])[0]
+        if chance.random() < (0.45 if len(theme.points) == len(POINTS) else 0.15):
+            found.append(Strike(what, chance.randrange(1, 90), None, ms, during))
+            continue
+        point = chance.choice(theme.points)
+        cell = point.base + chance.choice(sides_of(what, point) or point.sides)
+        found.append(Strike(what, chance.choice((1, 1, 1, 2, 2, 3)), cell, ms, during))
+    return found
+
+
+def sides_of(what: str, point: Point) -> Sequence[int]:
+    """At which sides of a point something can strike."""
+    sides = point.sides
+    if what in ("stall", "slow") and not point.stands:
+        return ()
+    if what in ("stall", "slow") and COMMITTED in sides:  # nobody stands still in a transaction
+        return [side for side in sides if side != INSIDE]
+    if what == "lose":
+        return [side for side in sides if side != AFTER and point is not points.TAKE]
+    if what == "refuse":
+        return [side for side in sides if side not in (AFTER, COMMITTED)]
+    return sides

@@ -1,0 +1,211 @@
+"""What is built once in a process and used by all schedules: a fleet with a workflow for every kind
+of tool, an empty ledger in memory, a fake Redis, and the strands.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sqlite3
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import fakeredis
+
+from handrail.agent.budget import Budget
+from handrail.agent.fixed import Commit, Confirm, Verify
+from handrail.agent.loop import AgentLoop
+from handrail.agent.retry import Retry
+from handrail.agent.stage import Action, Stage
+from handrail.agent.tools import Compensation, RunFacts, Tool
+from handrail.agent.workflow import Workflow
+from handrail.broker.message import StepMessage
+from handrail.broker.publish import PublishFailed
+from handrail.fleet import Fleet
+from handrail.ledger.database import Database
+from handrail.ledger.ledger import Ledger
+from handrail.ledger.migrate import create_all
+from handrail.ledger.tables import METADATA
+from handrail.settings import Settings
+from tests.simulator import ports
+from tests.simulator.faults import DEADLINE_MS
+from tests.simulator.service import CALL_MS, KINDS, SECRET, SETTLE_MS, STALL_MS, UNDO, Kind
+from tests.simulator.strands import Strands
+from tests.simulator.timeline import START_MS
+
+if TYPE_CHECKING:
+    from tests.simulator.schedule import Schedule
+
+BUDGET: Final = Budget(steps=9, model_calls=9, tool_calls=6, deadline_ms=DEADLINE_MS)
+
+
+class SimFleet(Fleet):
+    """The front door; what it publishes goes to the simulated broker."""
+
+    ground: Ground
+
+    def _publish(self, messages: Sequence[StepMessage]) -> None:
+        try:
+            self.ground.broker.publish(messages)
+        except PublishFailed:
+            return  # as the product's own does: the sweep publishes what is due
+
+    def _signal(self, run_id: str) -> None:
+        self.ground.schedule.signalled(run_id)
+
+
+class Ground:
+    """The process's parts. One schedule at a time is played on them."""
+
+    schedule: Schedule
+
+    def __init__(self) -> None:
+        self.now_ms = START_MS
+        self.sweeps_ahead_ms = 0
+        self.strands = Strands()
+        self.ids = itertools.count(1)
+        control = Database("sqlite://", clock=self.now)
+        create_all(control)
+        self.connection: sqlite3.Connection = control._connection()
+        self._tables = [f"DELETE FROM {table.name}" for table in reversed(METADATA.sorted_tables)]
+        self.redis = fakeredis.FakeRedis(protocol=2, decode_responses=True)
+        self._let_redis_follow_our_clock()
+        self.ledger = ports.SimLedger(
+            "sqlite://", clock=self.now, new_id=lambda: f"id-{next(self.ids)}"
+        )
+        self.ledger._ground = self
+        self.ledger.database = ports.SimDatabase(self, self.connection)
+        self.lock = ports.SimLock(self)
+        self.broker = ports.Broker(self)
+        self.bounded = Settings(database_url="sqlite://", max_stall_ms=STALL_MS)
+        self.unbounded = Settings(database_url="sqlite://", max_stall_ms=None)
+        self.fleet = SimFleet(settings=self.bounded)
+        self.fleet.ground = self
+        self.fleet.__dict__["ledger"] = cast(Ledger, self.ledger)
+        self.fleet.models["sim"] = ports.SimModel(self)
+        self._declare()
+        self.errors: list[str] = []
+        self._listen()
+
+    def now(self) -> int:
+        """The ledger's time, in milliseconds."""
+        return self.now_ms
+
+    def clear(self) -> None:
+        """Empty the ledger, the lock's server and the queue."""
+        self.now_ms = START_MS
+        self.ids = itertools.count(1)
+        for statement in self._tables:
+            self.connection.execute(statement)
+        if self.redis.dbsize():
+            self.redis.flushall()
+        self.broker.queue.clear()
+        self.broker.old.clear()
+        self.errors.clear()
+
+    def rows(self, sql: str) -> list[dict[str, Any]]:
+        """Read beside the fleet."""
+        return [dict(row) for row in self.connection.execute(sql).fetchall()]
+
+    # ---- declaring -------------------------------------------------------------------------------
+
+    def _declare(self) -> None:
+        read = self.fleet.tool(
+            "lookup", side_effect="read", timeout_ms=CALL_MS, retry=Retry(attempts=2)
+        )(ports.make_read(self))
+        check = ports.make_check(self)
+        self._workflow(
+            "reading", AgentLoop(name="loop", actions=(read,), verify=check, model="sim")
+        )
+        for kind in KINDS.values():
+            tool = self._write_tool(kind)
+            loop = AgentLoop(
+                name="loop",
+                actions=(read, tool),
+                verify=check,
+                model="sim",
+                retry=Retry(attempts=2) if kind.name == "key_and_query" else None,
+                verify_cost_microusd=5 if kind.name == "key_alone" else 0,
+            )
+            self._workflow(f"loop_{kind.name}", loop)
+            self._workflow(f"commit_{kind.name}", *self._committing(kind, tool, check))
+
+    def _workflow(self, name: str, *stages: Stage) -> None:
+        self.fleet.workflow(Workflow(name=name, stages=stages, budget=BUDGET))
+
+    def _committing(self, kind: Kind, tool: Tool, check: Any) -> tuple[Stage, ...]:
+        def action(run: RunFacts) -> Action:
+            assert isinstance(run.input, dict)
+            amount = self.schedule.prices.get(run.run_id, run.input["amount"])
+            return Action(tool, {"order": run.input["order"], "amount": amount})
+
+        commit = Commit("commit", action=action, tool=tool, attempts=2)
+        verify = Verify("verify", check=check)
+        if kind.approval == "never":
+            return commit, verify
+        return Confirm("confirm", action=action), commit, verify
+
+    def _write_tool(self, kind: Kind) -> Tool:
+        undo = None
+        if kind.undo:
+            undo = Compensation(
+                tool=self._tool(f"undo_{kind.name}", kind),
+                arguments=lambda arguments, found, original, run: {
+                    "order": UNDO + arguments["order"],
+                    "amount": arguments["amount"],
+                },
+                original=ports.make_original(self) if kind.reads_original else None,
+            )
+        return self._tool(kind.name, kind, undo)
+
+    def _tool(self, name: str, kind: Kind, undo: Compensation | None = None) -> Tool:
+        keyed = kind.key_valid_for_ms > 0
+        return self.fleet.tool(
+            name,
+            side_effect="idempotent" if undo is None else "compensable",
+            guarantee="idempotency-key" if keyed else "transaction",
+            key_valid_for_ms=kind.key_valid_for_ms,
+            stores_failures=kind.stores_failures,
+            confirmed_by_query=kind.confirmed,
+            not_after=kind.not_after,
+            approval=kind.approval,
+            timeout_ms=CALL_MS,
+            settle_after_ms=SETTLE_MS,
+            intent=lambda arguments, run: f"save:{arguments['order']}",
+            postcondition=lambda arguments, found: found["amount"] == arguments["amount"],
+            belongs_to=lambda found, run: found["tenant"] == run.tenant,
+            query=ports.make_query(self) if kind.query else None,
+            takeover=None if kind.query else "operations",
+            compensation=undo,
+            report_secret=SECRET,
+            shadow=ports.make_stand_in(self) if kind.name == "key_and_query" else None,
+        )(ports.make_write(self, kind))
+
+    # ---- what else must be ours ------------------------------------------------------------------
+
+    def _let_redis_follow_our_clock(self) -> None:
+        import fakeredis._socket._base as sockets
+
+        ground = self
+
+        class Clock:
+            time = staticmethod(lambda: ground.now_ms / 1000)
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(time, name)
+
+        setattr(sockets, "time", Clock())  # noqa: B010  # its own name for the module
+
+    def _listen(self) -> None:
+        """What the fleet logs as an error is a finding: it would hide in a log otherwise."""
+        errors = self.errors
+
+        class Handler(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                cause = record.exc_info[1] if record.exc_info else None
+                errors.append(f"{record.getMessage()} {cause!r}")
+
+        log = logging.getLogger("handrail")
+        log.setLevel(logging.ERROR)
+        log.addHandler(Handler())
