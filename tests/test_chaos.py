@@ -81,7 +81,7 @@ def report() -> Report:
 
 
 @pytest.mark.live
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 def test_no_promise_is_broken_under_chaos(report: Report) -> None:
     report.show()
     assert report.problems() == []
@@ -178,7 +178,7 @@ def talkative(seen: Seen) -> Seen:
 
 
 @pytest.mark.live
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("invariant", "spoil"),
     [
@@ -244,7 +244,7 @@ def _with_events(
 
 
 @pytest.mark.live
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_behind_however_the_chaos_ends(how: signal.Signals, tmp_path: Path) -> None:
     mark = uuid.uuid4().hex

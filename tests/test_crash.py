@@ -40,7 +40,7 @@ class Swept:
 
 
 @pytest.mark.accept("FLT-02", "FLT-03", "FLT-04", "LED-04")
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("database", ["sqlite", "postgres"])
 def test_whoever_dies_and_wherever_everything_comes_to_a_good_end(
     database: str, tmp_path: Path
@@ -50,11 +50,12 @@ def test_whoever_dies_and_wherever_everything_comes_to_a_good_end(
 
     assert figures["missing"] == []
     assert figures["kills"] == figures["cases"] > 1_200
-    assert {*figures["ends"]} == {"completed", "handed_off", "failed", "cancelled"}
+    ends = {"completed", "handed_off", "failed", "cancelled", "compensated"}
+    assert {*figures["ends"]} == ends
 
 
 @pytest.mark.accept("FLT-02")
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("scenario, every", [("run", "61"), ("orphan", "61")])
 def test_every_line_of_a_step_and_of_the_sweep_is_a_place_to_die_at(
     scenario: str, every: str, tmp_path: Path
@@ -68,7 +69,7 @@ def test_every_line_of_a_step_and_of_the_sweep_is_a_place_to_die_at(
     assert figures["lines"] == figures["kills"] > 40
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_whoever_recovers_may_die_too(tmp_path: Path) -> None:
     """Some of the pairs; `make crash PAIRS=yes` takes all."""
     options = ["--scenarios", "run", "--kinds", "query", "--ways", "lost", "--every", "61"]
@@ -78,7 +79,7 @@ def test_whoever_recovers_may_die_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.accept("LED-22")
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_an_answer_that_is_lost_with_its_connection_is_read_again(tmp_path: Path) -> None:
     """Before a COMMIT and after it, of every write: the process goes on, and must find out."""
     options = ["--scenarios", "run,cancel", "--kinds", "query", "--ways", "ok,lost"]
@@ -87,7 +88,7 @@ def test_an_answer_that_is_lost_with_its_connection_is_read_again(tmp_path: Path
     assert figures["cuts"] == figures["cases"] > 80
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
     """A clean sweep proves nothing unless it can see; what it finds can be repeated by name."""

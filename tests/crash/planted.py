@@ -138,7 +138,7 @@ PLANTED: Final = {
         _first_absence_counts, ("sqlite", "brief", "run", "query", "late"), "I1"
     ),
     "another-key": Fault(_another_key, ("sqlite", "brief", "run", "key", "lost"), "I1"),
-    "no-outbox": Fault(_no_outbox, ("sqlite", "singles", "run", "key+query", "ok"), "Stuck"),
+    "no-outbox": Fault(_no_outbox, ("sqlite", "singles", "run", "key+query", "ok"), "I2"),
     "cancelled-over-doubt": Fault(
         _cancelled_over_doubt, ("sqlite", "brief", "cancel", "key+query", "lost"), "cancelled over"
     ),

@@ -87,7 +87,7 @@ SCENARIOS: Final = {
         Scenario(
             name="run",
             says="a read, a write, a second read, completion",
-            about=_DOUBT,
+            about=(*_DOUBT, "original"),
             kinds=tuple(KINDS),
         ),
         Scenario(
