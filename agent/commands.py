@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Any
 
+from handrail.agent.approvals import ApprovalTerms
 from handrail.agent.canonical import Json
 from handrail.agent.capability import Capability
 from handrail.agent.stage import (
@@ -44,20 +45,22 @@ def command_to_json(command: Command) -> dict[str, Json]:
                 "approval": command.approval,
                 "fixed": command.fixed,
             }
-        case Verify(claim, timeout_ms, cost_microusd):
+        case Verify():
             return {
                 "do": "verify",
-                "claim": claim,
-                "timeout_ms": timeout_ms,
-                "cost_microusd": cost_microusd,
+                "claim": command.claim,
+                "timeout_ms": command.timeout_ms,
+                "cost_microusd": command.cost_microusd,
+                "before_write": command.before_write,
             }
-        case Park(kind, action, question, expires_ms):
+        case Park(kind, action, question, expires_ms, terms):
             return {
                 "do": "park",
                 "kind": kind.value,
                 "action": command_to_json(action) if action else None,
                 "question": question,
                 "expires_ms": expires_ms,
+                "terms": terms.to_json() if terms else None,
             }
     raise TypeError(f"a run cannot rest on {type(command).__name__}")
 
@@ -77,16 +80,20 @@ def command_from_json(value: Any) -> Command:
         case "verify":
             return Verify(**fields)
         case "park":
-            action = fields["action"] and command_from_json(fields["action"])
-            return Park(**fields | {"kind": ParkKind(fields["kind"]), "action": action})
+            read = {
+                "kind": ParkKind(fields["kind"]),
+                "action": fields["action"] and command_from_json(fields["action"]),
+                "terms": fields["terms"] and ApprovalTerms(**fields["terms"]),
+            }
+            return Park(**fields | read)
     raise ValueError(f"not a stored command: {value['do']!r}")
 
 
 def told_to_json(event: Event) -> dict[str, Json]:
     """Return an event that waits for a resting run's next claim as a JSON object."""
     match event:
-        case Approved(approval_id, approver):
-            return {"told": "approved", "approval_id": approval_id, "approver": approver}
+        case Approved(approval_id, approvers):
+            return {"told": "approved", "approval_id": approval_id, "approvers": [*approvers]}
         case Answered(text, author):
             return {"told": "answered", "text": text, "author": author}
         case Resolved(value, text, evidence):
@@ -99,7 +106,7 @@ def told_from_json(value: Any) -> Event:
     fields = {k: v for k, v in value.items() if k != "told"}
     match value["told"]:
         case "approved":
-            return Approved(**fields)
+            return Approved(fields["approval_id"], tuple(fields["approvers"]))
         case "answered":
             return Answered(**fields)
         case "resolved":

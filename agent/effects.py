@@ -54,10 +54,13 @@ EFFECT_MOVES: Final[Mapping[EffectStatus, frozenset[EffectStatus]]] = MappingPro
 def may_become(before: EffectStatus, after: EffectStatus) -> bool:
     """Whether one transaction may move an effect so.
 
-    It may pass through `applied` on the way: proved, and at once to be undone.
+    It may pass through `applied` on the way: proved, and at once to be undone; and through
+    `compensating`: undone by a person.
     """
     if after is before or after in EFFECT_MOVES[before]:
         return True
+    if before is _E.APPLIED:
+        return after is _E.COMPENSATED
     return after is _E.COMPENSATING and _E.APPLIED in EFFECT_MOVES[before]
 
 
@@ -251,6 +254,17 @@ class NoAnswer:
 
 
 Answer: TypeAlias = Applied | Absent | Pending | NoAnswer
+
+
+def answer_to_json(answer: Answer) -> dict[str, Json]:
+    """Return a service's answer to a query as a JSON object."""
+    said: dict[str, Json] = {"answer": type(answer).__name__.lower()}
+    match answer:
+        case Applied(value, evidence):
+            return {**said, "record": value, "evidence": evidence}
+        case NoAnswer(problem):
+            return {**said, "problem": problem}
+    return said
 
 
 @dataclass(frozen=True, slots=True)

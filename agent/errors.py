@@ -85,11 +85,13 @@ class NotCanonical(BadInput):
 class ToolRefused(Exception):
     """A tool raises it to say that nothing happened, and why: definite proof of its own attempt.
 
-    `retryable`: the same call may succeed later.
+    `retryable`: the same call may succeed later. `changed`: what it rests on is no longer as it was
+    planned (a price, an order's version), so that the plan has to be made again.
     """
 
     reason: str
     retryable: bool = False
+    changed: bool = False
 
     def __str__(self) -> str:
         return self.reason

@@ -2,19 +2,19 @@
 
 `Read` calls a read tool with arguments that the program makes, `Check` judges what is known,
 `Confirm` parks the exact action with a person, `Commit` performs it, `Verify` looks at the outside
-world independently. The functions that a workflow hands in are pure, but for the check of `Verify`.
-Pure.
+world independently. The functions that a workflow hands in are pure, but for the check of `Verify`
+and the precondition of `Commit`. Pure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from handrail.agent import trace
 from handrail.agent.budget import MAX_MS
-from handrail.agent.canonical import Json, normal
+from handrail.agent.canonical import Json, canonical, normal
 from handrail.agent.commands import command_from_json, command_to_json
 from handrail.agent.errors import HandrailError, InvalidDefinition
 from handrail.agent.loop import (
@@ -24,6 +24,7 @@ from handrail.agent.loop import (
     judge_verdict,
     permission,
     plain,
+    public,
 )
 from handrail.agent.retry import Retry, must_be_retry
 from handrail.agent.stage import (
@@ -37,8 +38,8 @@ from handrail.agent.stage import (
     InvokeTool,
     Leaf,
     Move,
+    Observation,
     Park,
-    ParkKind,
     Refused,
     Resolved,
     Result,
@@ -157,9 +158,9 @@ class Check(Leaf):
                 )
                 return Move({}, Stop(Reason.COMPLETED, answer=normal(answer)), (verified,))
             case HandOff(detail):
-                return Move({}, Stop(Reason.HANDOFF_REQUIRED, plain(detail)))
+                return Move({}, Stop(Reason.HANDOFF_REQUIRED, public(detail)))
             case Deny(reason, detail):
-                return Move({}, Stop(reason, plain(detail)))
+                return Move({}, Stop(reason, public(detail)))
         raise InvalidDefinition(f"stage {self.name!r}", "a check answers with a Judgement")
 
     def on(self, frame: Frame, event: Event, view: View) -> Move:
@@ -183,10 +184,11 @@ class Confirm(Leaf):
 
     def start(self, view: View) -> Move:
         """Show the person the command that will be executed, and nothing less."""
-        move = _call(self.name, self.action(view.run), view, approval=True)
+        action = self.action(view.run)
+        move = _call(self.name, action, view, approval=True)
         if not isinstance(move.command, InvokeTool):
             return move
-        park = Park(ParkKind.APPROVAL, action=move.command, expires_ms=self.expires_ms)
+        park = Park.for_consent(action.tool.contract, move.command, expires_ms=self.expires_ms)
         return Move({}, park)
 
     def on(self, frame: Frame, event: Event, view: View) -> Move:
@@ -194,7 +196,7 @@ class Confirm(Leaf):
         if not isinstance(event, Approved):
             raise TypeError(f"a confirmation is told nothing about {type(event).__name__}")
         # No fact of the public state: the commit must meet the version that was approved.
-        output: Json = {"approval_id": event.approval_id, "approver": event.approver}
+        output: Json = {"approval_id": event.approval_id, "approvers": [*event.approvers]}
         return Move(frame, Finish(output, fact=False))
 
 
@@ -203,22 +205,40 @@ class Commit(Leaf):
     """Perform one write that the program has decided on; its receipt is the stage's output.
 
     `attempts` bounds how often it is sent while the service says "nothing happened, try again".
+
+    `precondition(claim, call)` may do I/O and is asked right before the write, each time that a
+    worker takes it up: it reads anew what the plan rests on (`claim` are the write's arguments,
+    `call.facts` the outputs so far) and answers with `Checked`. Where it does not hold nothing is
+    sent, and the run goes back to the stage named by `replan`, at most `replans` times; then, or
+    without `replan`, it stops as `verification-failed`. A tool that raises
+    `ToolRefused(..., changed=True)` sends the run the same way. `precondition_retry` makes a
+    precondition again that could not be found out, as `retry` of `Verify` does.
     """
 
     name: str
     action: Callable[[RunFacts], Action]
     tool: Tool
     attempts: int = 1
+    precondition: Callable[..., Any] | None = None
+    replan: str | None = None
+    replans: int = 1
+    precondition_retry: Retry | None = None
 
     def __post_init__(self) -> None:
-        must_be_tool(f"stage {self.name!r}", self.tool)
-        must_be_functions(f"stage {self.name!r}", action=self.action)
+        title = f"stage {self.name!r}"
+        must_be_tool(title, self.tool)
+        must_be_functions(title, action=self.action, precondition=self.precondition)
+        must_be_retry(title, self.precondition_retry)
         if not self.tool.contract.side_effect.writes:
-            raise InvalidDefinition(
-                f"stage {self.name!r}", f"{self.tool.name!r} is no write: use Read"
-            )
-        if type(self.attempts) is not int or self.attempts < 1:
-            raise InvalidDefinition(f"stage {self.name!r}", "attempts must be at least 1")
+            raise InvalidDefinition(title, f"{self.tool.name!r} is no write: use Read")
+        for name in ("attempts", "replans"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise InvalidDefinition(title, f"{name} must be at least 1")
+        if self.precondition_retry is not None and self.precondition is None:
+            raise InvalidDefinition(title, "precondition_retry retries a precondition: name that")
+        if self.replans != 1 and self.replan is None:
+            raise InvalidDefinition(title, "replans bounds the ways back: let replan name one")
 
     @property
     def tools(self) -> tuple[Tool, ...]:
@@ -230,11 +250,71 @@ class Commit(Leaf):
         action = self.action(view.run)
         if action.tool.name != self.tool.name:
             raise InvalidDefinition(f"stage {self.name!r}", "the action names another tool")
-        return _call(self.name, action, view, approval=self.tool.contract.needs_approval)
+        move = _call(self.name, action, view, approval=self.tool.contract.needs_approval)
+        if self.precondition is None or not isinstance(move.command, InvokeTool):
+            return move
+        return replace(move, command=self.asked(move.frame, view))
+
+    def asked(self, frame: Frame, view: View) -> VerifyCommand:
+        """Ask whether what the write rests on is as it was planned."""
+        claim = normal(dict(_waiting(frame).arguments))
+        return VerifyCommand(claim, view.limits.tool_ms, before_write=True)
+
+    def write(self, frame: Frame, view: View) -> InvokeTool:
+        """The write for which the precondition is asked, under the deadline of this moment."""
+        return _waiting(frame).until(view.deadline_at)
 
     def on(self, frame: Frame, event: Event, view: View) -> Move:
-        """Take the receipt."""
+        """Make the write once its precondition holds, and take the receipt; or go back."""
+        match event:
+            case Verdict():
+                return self._on_precondition(frame, event, view)
+            case Result(reply=Refused(changed=True) as said, settled=True) if self.replan:
+                arguments = _waiting(frame).arguments
+                judged = judge(self.tool.contract, arguments, event, view)
+                return self._back(view, judged.events, {"by": self.tool.name, "code": said.reason})
         return _after_call(self.tool.contract, frame, event, view, attempts=self.attempts)
+
+    def _on_precondition(self, frame: Frame, event: Verdict, view: View) -> Move:
+        following = None
+        if event.end is not End.RETURNED:
+            asked = self.asked(frame, view)
+            following = after_failed_check(self.precondition_retry, asked, event, view)
+        judged = judge_verdict(
+            event,
+            view,
+            following,
+            failed_as=trace.PRECONDITION_FAILED,
+            found_as=trace.PRECONDITION_CHECKED,
+        )
+        if judged.following is not None:
+            return Move(frame, judged.following, judged.events)
+        if event.ok:
+            return Move(frame, self.write(frame, view), judged.events)
+        shown: dict[str, Json] = {"changed": dict(event.detail)}
+        if event.evidence is not None:
+            shown["evidence_ref"] = event.evidence
+        refused: dict[str, Json] = {"by": "precondition", **public(shown)}
+        if self.replan is None:
+            stop = Stop(Reason.VERIFICATION_FAILED, {"stage": self.name, "refused": refused})
+            return Move(frame, stop, judged.events)
+        return self._back(view, judged.events, refused)
+
+    def _back(
+        self, view: View, events: tuple[TraceEvent, ...], refused: Mapping[str, Json]
+    ) -> Move:
+        """Nothing was sent: have the plan made again. Whoever makes it is shown why; what was
+        observed before that belongs to the plan that does not hold.
+        """
+        shown: dict[str, Json] = {"stage": self.name, "refused": dict(refused)}
+        told = canonical({**shown, "state_version": view.state_version})
+        detail: dict[str, Json] = {**shown, "back_to": self.replan}
+        return Move(
+            {},
+            Finish(shown, back_to=self.replan),
+            (*events, TraceEvent(trace.PLAN_REFUSED, view.step, detail)),
+            observation=Observation.of("program", told),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,11 +392,16 @@ def _call(stage: str, action: Action, view: View, *, approval: bool = False) -> 
     return Move({"waiting": command_to_json(command), "attempt": 1}, command)
 
 
+def _waiting(frame: Frame) -> InvokeTool:
+    waiting = command_from_json(frame["waiting"])
+    assert isinstance(waiting, InvokeTool)
+    return waiting
+
+
 def _after_call(
     contract: ToolContract, frame: Frame, event: Event, view: View, *, attempts: int
 ) -> Move:
-    waiting = command_from_json(frame["waiting"])
-    assert isinstance(waiting, InvokeTool)
+    waiting = _waiting(frame)
     match event:
         case Result():
             following = after_failed_read(contract, waiting, event, view)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 from handrail.agent import trace
-from handrail.agent.budget import CODE_OF, charge_more
-from handrail.agent.canonical import Json, digest, dumps, normal
+from handrail.agent.budget import CODE_OF, MAX_MS, charge_more
+from handrail.agent.canonical import Json, canonical, digest, dumps, normal
 from handrail.agent.commands import command_from_json, command_to_json
 from handrail.agent.errors import InvalidDefinition
 from handrail.agent.proposal import (
@@ -40,7 +40,6 @@ from handrail.agent.stage import (
     Move,
     Observation,
     Park,
-    ParkKind,
     Proposed,
     Refused,
     Resolved,
@@ -66,6 +65,9 @@ from handrail.agent.tools import (
     must_be_tool,
 )
 from handrail.agent.trace import TraceEvent
+
+#: What a workflow's own code says for the trace is kept up to this size.
+MAX_PUBLIC_BYTES: Final = 16_384
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,8 @@ class AgentLoop(Leaf):
     are answered with their reason code instead of a stop. `no_progress=None` switches that detector
     off. `retry` makes a failed model call again within the round; without it a failure stops the
     run. `verify_cost_microusd` is the price of one check, paid from the cost budget before it.
+    `answer_within_ms` and `approve_within_ms` are how long a question and a request for consent
+    wait for a person.
     """
 
     name: str
@@ -104,6 +108,8 @@ class AgentLoop(Leaf):
     no_progress: NoProgress | None = NoProgress()
     retry: Retry | None = None
     verify_cost_microusd: int = 0
+    answer_within_ms: int = 24 * 3_600_000
+    approve_within_ms: int = 24 * 3_600_000
 
     def __post_init__(self) -> None:
         title = f"agent loop {self.name!r}"
@@ -130,6 +136,10 @@ class AgentLoop(Leaf):
             value = getattr(self, unit)
             if type(value) is not int or value < 0:
                 raise InvalidDefinition(title, f"{unit} must be a whole number of at least 0")
+        for unit in ("answer_within_ms", "approve_within_ms"):
+            value = getattr(self, unit)
+            if type(value) is not int or not 1 <= value <= MAX_MS:
+                raise InvalidDefinition(title, f"{unit} must be a whole number of at least 1")
 
     @property
     def tools(self) -> tuple[Tool, ...]:
@@ -214,7 +224,11 @@ class AgentLoop(Leaf):
             return Move(frame, Stop(Reason.CANCELLED), events)
         match proposal:
             case Clarification(question):
-                park = Stop(Reason.CLARIFICATION_REQUIRED, {"question": question})
+                asked: dict[str, Json] = {
+                    "question": question,
+                    "answer_within_ms": self.answer_within_ms,
+                }
+                park = Stop(Reason.CLARIFICATION_REQUIRED, asked)
                 return Move(frame, park, events)
             case CompletionClaim(answer):
                 if isinstance(answer, str):
@@ -318,7 +332,8 @@ class AgentLoop(Leaf):
         )
         events += (rule,)
         if ask:
-            return Move(frame, Park(ParkKind.APPROVAL, action=command), events)
+            within_ms = self.approve_within_ms
+            return Move(frame, Park.for_consent(contract, command, expires_ms=within_ms), events)
         return Move(frame, command, events)
 
     def _reject(
@@ -520,17 +535,26 @@ def judge(
         return Judged((classified,), Stop(Reason.TOOL_FAILED, {"code": reply.reason}))
     detail: dict[str, Json] = {}
     if contract.public is not None:
-        detail = plain(contract.public(contract.revive(dict(arguments)), reply.value))
+        detail = public(contract.public(contract.revive(dict(arguments)), reply.value))
     detail |= {"tool": contract.name, "evidence_ref": event.evidence}
     return Judged((classified, _event(view, trace.RESULT_VERIFIED, **detail)), None)
 
 
-def judge_verdict(event: Verdict, view: View, following: Verify | Stop | None = None) -> Judged:
-    """Classify how a verification ended; `following` is as in `judge`."""
+def judge_verdict(
+    event: Verdict,
+    view: View,
+    following: Verify | Stop | None = None,
+    *,
+    failed_as: str = trace.COMPLETION_FAILED,
+    found_as: str = trace.COMPLETION_VERIFIED,
+) -> Judged:
+    """Classify how a verification ended; `following` is as in `judge`, the other two are the types
+    of the event that says so.
+    """
     if event.end is not End.RETURNED:
         failed = _event(
             view,
-            trace.COMPLETION_FAILED,
+            failed_as,
             timedOut=event.end is End.TIMED_OUT,
             cancelled=view.cancelled,
             attempt=event.attempt + 1,
@@ -539,8 +563,8 @@ def judge_verdict(event: Verdict, view: View, following: Verify | Stop | None = 
         reason = _cut_off(event.end, event.bound, view, Reason.VERIFICATION_FAILED)
         return Judged((failed,), following or Stop(reason))
     evidence = {} if event.evidence is None else {"evidence_ref": event.evidence}
-    detail = plain({**event.detail, "verified": event.ok, **evidence})
-    return Judged((_event(view, trace.COMPLETION_VERIFIED, **detail),), None)
+    detail = {**public({**event.detail, **evidence}), "verified": event.ok}
+    return Judged((_event(view, found_as, **detail),), None)
 
 
 def plain(detail: Mapping[str, Json]) -> dict[str, Json]:
@@ -551,6 +575,15 @@ def plain(detail: Mapping[str, Json]) -> dict[str, Json]:
     value = normal(dict(detail))
     assert isinstance(value, dict)
     return value
+
+
+def public(detail: Mapping[str, Json]) -> dict[str, Json]:
+    """Read what a workflow's own code says for the trace, which everybody who follows a run reads:
+    of more than MAX_PUBLIC_BYTES only the size is said. Raises `NotCanonical`.
+    """
+    value = plain(detail)
+    size = len(canonical(value).encode())
+    return value if size <= MAX_PUBLIC_BYTES else {"omitted_bytes": size}
 
 
 def permission(contract: ToolContract, checked: Validated, view: View) -> Permit:

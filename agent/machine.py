@@ -18,6 +18,7 @@ from handrail.agent.budget import CODE_OF, Budget, BudgetLeft, CallLimits, Phase
 from handrail.agent.canonical import Json
 from handrail.agent.effects import upstream_key
 from handrail.agent.errors import InvariantBroken
+from handrail.agent.fixed import Commit
 from handrail.agent.stage import (
     OBSERVATION_WINDOW,
     Approved,
@@ -242,6 +243,28 @@ def reopened(before: RunState, reason: Reason, events: list[TraceEvent]) -> None
 _ANNOUNCED: Final = frozenset({_S.AWAITING_INPUT, _S.RECONCILING, _S.HANDED_OFF})
 
 
+def asked_again(workflow: Workflow, state: RunState, view: View) -> Verify | None:
+    """The precondition of the write at which a run is taken up: what held when it was planned may
+    hold no more. None where its stage has none.
+    """
+    stage = workflow.stage_at(state.path)
+    if not isinstance(stage, Commit) or stage.precondition is None:
+        return None
+    return stage.asked(state.levels[-1].frame, view)
+
+
+def write_due(workflow: Workflow, state: RunState, view: View) -> InvokeTool:
+    """The write whose precondition is due."""
+    stage = workflow.stage_at(state.path)
+    assert isinstance(stage, Commit)
+    return stage.write(state.levels[-1].frame, view)
+
+
+def unasked(workflow: Workflow, state: RunState, view: View) -> Turn:
+    """Go on to the write whose precondition is due without asking it."""
+    return _run(workflow, state, write_due(workflow, state, view), view, [])
+
+
 def phase_of(workflow: Workflow, state: RunState) -> Phase:
     """What the claim that goes on from this state has to pay for."""
     if state.told is not None:
@@ -285,15 +308,17 @@ def _run(
                 view = _moved(view, state)
                 move = stage.start(view)
                 state = replace(state, levels=(*state.levels, Level(child, move.frame)))
-            case Finish(output, fact):
+            case Finish(output, fact, back_to):
                 name = state.path[-1]
                 key = "/".join(state.path)
                 outputs[key] = output
+                if back_to is not None and state.status is _S.EXECUTING:
+                    state = moved(state, _E.RETRYABLE_FAILURE, events)  # by another plan
                 state = _finished(state, key, output, fact, events)
                 view = _moved(view, state)
                 level = state.levels[-1]
                 stage = workflow.stage_at(state.path)
-                move = stage.on(level.frame, ChildDone(name, output), view)
+                move = stage.on(level.frame, ChildDone(name, output, back_to), view)
                 levels = (*state.levels[:-1], level._replace(frame=move.frame))
                 state = replace(state, levels=levels)
             case Stop():
@@ -313,7 +338,7 @@ def _run(
                 events.append(TraceEvent(trace.APPROVAL_SHADOWED, state.step, asked))
                 level = state.levels[-1]
                 stage = workflow.stage_at(state.path)
-                move = stage.on(level.frame, Approved(_NOBODY, _NOBODY), view)
+                move = stage.on(level.frame, Approved(_NOBODY, (_NOBODY,)), view)
                 levels = (*state.levels[:-1], level._replace(frame=move.frame))
                 state = replace(state, levels=levels)
             case InvokeTool() if _shadowed(workflow, state, command):
@@ -569,6 +594,7 @@ __all__ = [
     "Level",
     "RunState",
     "Turn",
+    "asked_again",
     "claimed",
     "moved",
     "on",
@@ -577,4 +603,6 @@ __all__ = [
     "start",
     "stop",
     "stop_detail",
+    "unasked",
+    "write_due",
 ]

@@ -13,6 +13,14 @@ from enum import StrEnum
 from typing import Final, TypeAlias
 
 from handrail.agent import machine, trace
+from handrail.agent.approvals import (
+    Approval,
+    ApprovalRefused,
+    ApprovalStatus,
+    IssuedToken,
+    Token,
+    consent_problem,
+)
 from handrail.agent.budget import BudgetLeft
 from handrail.agent.canonical import Json, canonical
 from handrail.agent.commands import command_to_json
@@ -35,6 +43,7 @@ from handrail.agent.effects import (
     ProvedApplied,
     SendAgain,
     Trigger,
+    answer_to_json,
     believed_absent,
     classify,
     first_query_at,
@@ -44,6 +53,7 @@ from handrail.agent.effects import (
 )
 from handrail.agent.loop import judge
 from handrail.agent.machine import Mode, RunState, Turn
+from handrail.agent.people import Act, AuditEntry
 from handrail.agent.stage import (
     Answered,
     Approved,
@@ -68,6 +78,7 @@ from handrail.agent.status import (
     RunStatus,
     category_of,
 )
+from handrail.agent.tools import Principal
 from handrail.agent.trace import TraceEvent
 from handrail.agent.workflow import Workflow
 
@@ -80,8 +91,11 @@ ELSEWHERE_MS: Final = 2_000
 #: How long a run that waits on a pause waits before it tries again. Lifting a pause sets it going
 #: at once, so that this is only how late the end of one that ends by itself is seen.
 PAUSED_MS: Final = 5_000
-#: While a query is under way, nobody else asks.
-QUERY_LEASE_MS: Final = 30_000
+#: While a query is under way, nobody else asks: for as long as it may take, and this much longer,
+#: in which its answer is written.
+QUERY_MARGIN_MS: Final = 5_000
+#: How long a doubt waits that the sweep which has looked at it can do nothing about.
+NOTHING_TO_DO_MS: Final = 30_000
 #: While a sweep is at a compensation, no other begins with it.
 UNDO_LEASE_MS: Final = 30_000
 #: How often a compensation is sent at most while the service says "nothing happened, try again".
@@ -91,17 +105,51 @@ UNDO_PAUSE_MS: Final = 2_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Approval:
-    """A request for consent, as the ledger holds it."""
+class OpenHandoff:
+    """A matter that waits for a person, as the ledger holds it."""
 
     id: str
-    status: str
-    tool: str
-    contract_version: str
-    intent_key: str | None
-    arguments_hash: str
-    state_version: int
-    expires_at: int
+    reason: Reason
+    effect_id: str | None
+    claimed_by: str | None = None
+    claimed_until: int | None = None
+    version: int = 0
+
+    def held_by_other(self, who: str, now: int) -> bool:
+        """Whether somebody else is at it."""
+        return self.claimed_by not in (None, who) and (self.claimed_until or 0) > now
+
+
+@dataclass(frozen=True, slots=True)
+class Consent:
+    """A person's consent, to be written with what it leads to; the token that it used is spent."""
+
+    approval_id: str
+    who: str
+    token_hash: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closing:
+    """How a handoff ends: what a person has decided, why, and what was looked at."""
+
+    handoff: OpenHandoff
+    resolution: str
+    who: str
+    reason: str
+    evidence: str = ""
+
+
+#: The evidence that a report is which may settle a doubt later: under "proves", its judged record.
+KEPT_REPORT: Final = "report-kept"
+
+
+@dataclass(frozen=True, slots=True)
+class KeptReport:
+    """A provider's record of an effect, judged when it came. `evidence` refers to it."""
+
+    value: Json
+    evidence: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,9 +172,15 @@ class Locked:
     undoing: Effect | None = None  # what the run's effect undoes, where it is a compensation
     other_holders: int = 0
     approval: Approval | None = None
+    consumed: Approval | None = None  # the consent that the effect was dispatched under
+    issued: IssuedToken | None = None  # the token by which somebody consents
+    input_expires_at: int | None = None  # when the question that the run has asked is too old
+    handoff: OpenHandoff | None = None  # the matter that a person decides
     known: bool = False  # the observation that the sender's reply adds is in the state already
     paused: str | None = None  # the pause that this dispatch is under: "tool:refund"
     crowded: bool = False  # as many effects of its tool are unknown as may be
+    flooded: bool = False  # as many handoffs of its subject are open as may be
+    kept: KeptReport | None = None  # what settles this doubt, and came while it was none
 
     @property
     def lease_live(self) -> bool:
@@ -179,8 +233,13 @@ class Ruling:
     wake_in_ms: int | None = None
     wish: bool = False
     park: Park | None = None
-    approval_status: str | None = None
+    approval_status: ApprovalStatus | None = None
     decided_by: str | None = None
+    consent: Consent | None = None
+    closing: Closing | None = None
+    audit: AuditEntry | None = None
+    answer_within_ms: int | None = None  # how long a question waits for its answer
+    escalates: bool = False  # an open handoff has waited too long
     joins: bool = False  # the run becomes a holder of its effect
     consumes_approval: bool = False
     charges_tool: str | None = None
@@ -210,9 +269,28 @@ def settle_turn(turn: Turn, effect: Effect | None = None) -> Ruling:
         observation=turn.observation,
         outputs=turn.outputs,
         park=turn.command if isinstance(turn.command, Park) else None,
-        handoff=handoff_of(state, effect) if state.status is _S.HANDED_OFF else None,
+        handoff=handoff_of(state, effect) if state.status is _S.HANDED_OFF else question_of(turn),
         attempts=0,
+        answer_within_ms=_answer_within_ms(turn),
     )
+
+
+def question_of(turn: Turn) -> dict[str, Json] | None:
+    """The package of a run that has asked a question: as of any handoff, and the question itself.
+    None where it has asked none.
+    """
+    state, command = turn.state, turn.command
+    if state.status is not _S.AWAITING_INPUT or not isinstance(command, Stop):
+        return None
+    asked = {"question": command.detail.get("question", "none")}
+    return {**handoff_of(state, None, reason=Reason.CLARIFICATION_REQUIRED), **asked}
+
+
+def _answer_within_ms(turn: Turn) -> int | None:
+    if turn.state.status is not _S.AWAITING_INPUT or not isinstance(turn.command, Stop):
+        return None
+    within_ms = turn.command.detail.get("answer_within_ms")
+    return within_ms if type(within_ms) is int else None
 
 
 def give_back(locked: Locked, problem: str, *, due_in_ms: int) -> Ruling:
@@ -234,6 +312,8 @@ def held_back(locked: Locked, effect: Effect) -> str | None:
         return f"paused:{locked.paused}"
     if locked.crowded and effect.status is not EffectStatus.UNKNOWN:
         return f"too-many-unknown:{effect.tool}"
+    if locked.flooded and effect.status is not EffectStatus.UNKNOWN:
+        return f"too-many-handoffs:{locked.state.principal.subject}"
     return None
 
 
@@ -265,14 +345,19 @@ def dispatch(
     claim_id: str,
     call_ms: int,
     max_stall_ms: int | None,
+    contract_hash: str | None = None,
     kept_ms: int | None = None,
+    unasked: bool = False,
+    compensable: bool = False,
 ) -> tuple[Ruling | None, Dispatch]:
     """Decide whether a write may be sent now; source: the effect protocol's dispatch.
 
     The run must be mine, live, executing and not wished to be cancelled; the effect must be free;
-    approval and tool call are consumed in the same transaction. `kept_ms` is the working time that
-    the run had when it was claimed, if its claim did nothing but try this: under a pause, trying
-    costs no time either.
+    approval and tool call are consumed in the same transaction. `contract_hash` is that of the
+    contract which the worker has, and has to be the one that was agreed to. `kept_ms` is the
+    working time that the run had when it was claimed, if its claim did nothing but try this: under
+    a pause, trying costs no time either. `unasked`: its precondition was not asked, because the
+    write might have been made; `compensable`: how it is undone has to be recorded by now.
     """
     state, effect = locked.state, locked.effect
     assert effect is not None
@@ -288,6 +373,7 @@ def dispatch(
         problem = "the intent exists with other arguments, or was undone"
         return _stop(locked, Reason.INTENT_CONFLICT, problem=problem), Halt("intent-conflict")
     mine = effect.owner_run_id in (None, state.run_id)
+    lacks_record = compensable and effect.compensation is None
     match effect.status:
         case EffectStatus.APPLIED:
             return _takes_recorded(locked, effect), Halt("recorded")
@@ -297,6 +383,13 @@ def dispatch(
             return give_back(locked, "intent-elsewhere", due_in_ms=ELSEWHERE_MS), Halt("elsewhere")
         case EffectStatus.DISPATCHED:
             return None, Halt("not-mine")
+        case EffectStatus.PLANNED | EffectStatus.ABSENT if unasked:
+            # The doubt has ended meanwhile, and nothing was made: now the world is to be asked.
+            return give_back(locked, "precondition-unasked", due_in_ms=0), Halt("unasked")
+        case EffectStatus.PLANNED | EffectStatus.ABSENT if lacks_record:  # the second wall
+            lacks: dict[str, Json] = {"problem": f"how {effect.tool} is undone was not recorded"}
+            turn = machine.stop(state, Reason.HANDOFF_REQUIRED, locked.view(), lacks)
+            return settle_turn(turn, effect), Halt("unrecorded")
     if locked.left_ms <= 0:
         return spent(locked, Reason.DEADLINE_EXHAUSTED), Halt("deadline")
     refused = command.unusable(
@@ -308,18 +401,20 @@ def dispatch(
         if effect.status is EffectStatus.UNKNOWN:  # released for sending again: no stop ends that
             return _handed_off(locked, effect, why), halt
         return _stop(locked, reason, problem=why), halt
-    left = _paid(state.left, effect)
+    left = paid_for(state.left, effect)
     if left is None:
         return spent(locked, Reason.TOOL_CALL_BUDGET_EXHAUSTED), Halt("budget")
     # An effect that is unknown here was released for sending the same key again.
     if not may_send(effect, now=locked.now, max_stall_ms=max_stall_ms):
         if effect.status is EffectStatus.ABSENT:
-            turn = machine.stop(state, Reason.TOOL_FAILED, locked.view(), _absence(effect))
+            turn = machine.stop(state, Reason.TOOL_FAILED, locked.view(), absence_of(effect))
             return settle_turn(turn), Halt("may-not-send")
         return _handed_off(locked, effect, "it may not be sent again"), Halt("may-not-send")
-    consumes = command.approval and effect.approval_id is None
+    consumes = command.approval and _needs_consent(locked, effect, command, contract_hash)
     if consumes:
-        lacking = approval_problem(locked, command)
+        lacking = approval_problem(locked, command, contract_hash)
+        if lacking is not None and effect.status is EffectStatus.UNKNOWN:  # no stop ends that
+            return _handed_off(locked, effect, lacking), Halt("approval")
         if lacking is not None:
             return _stop(locked, Reason.APPROVAL_EXPIRED, problem=lacking), Halt("approval")
     held = held_back(locked, effect)
@@ -344,7 +439,7 @@ def dispatch(
     return ruling, Go(sent, deadline_at)
 
 
-def _paid(left: BudgetLeft, effect: Effect) -> BudgetLeft | None:
+def paid_for(left: BudgetLeft, effect: Effect) -> BudgetLeft | None:
     """What is left once a dispatch is paid: the call, the query that is to confirm it, and, kept
     until its end, what may have to undo it. None where that is not left.
     """
@@ -393,10 +488,25 @@ def _started(locked: Locked, sent: Effect, **detail: Json) -> TraceEvent:
     return TraceEvent(trace.TOOL_STARTED, locked.state.step, started | detail)
 
 
-def approval_problem(locked: Locked, command: InvokeTool) -> str | None:
+def _needs_consent(
+    locked: Locked, effect: Effect, command: InvokeTool, contract_hash: str | None
+) -> bool:
+    """Whether a dispatch has to consume a consent. One covers every later dispatch of its effect by
+    the run that it was given to, until that has planned anew, or the contract reads otherwise.
+    """
+    given = locked.consumed
+    if effect.approval_id is None or given is None or given.run_id != locked.state.run_id:
+        return True
+    same_words = contract_hash in (None, given.terms.contract_hash)
+    return given.state_version != command.state_version or not same_words
+
+
+def approval_problem(
+    locked: Locked, command: InvokeTool, contract_hash: str | None = None
+) -> str | None:
     """Say why the approval at hand does not cover this command; None where it does, exactly."""
     approval = locked.approval
-    if approval is None or approval.status != "approved":
+    if approval is None or approval.status is not ApprovalStatus.APPROVED:
         return "there is no approval of it"
     if approval.expires_at <= locked.now:
         return "the approval is too old"
@@ -406,6 +516,7 @@ def approval_problem(locked: Locked, command: InvokeTool) -> str | None:
         and approval.intent_key == command.intent_key
         and approval.arguments_hash == command.arguments_hash
         and approval.state_version == command.state_version
+        and contract_hash in (None, approval.terms.contract_hash)
     )
     return None if same else "something else was approved"
 
@@ -447,6 +558,8 @@ def outcome(locked: Locked, workflow: Workflow, out: Outcome) -> Ruling | None:
     ):
         return replace(_late(locked, effect, out), evidence=note)
     status = classify(effect, out.end, out.reply) if out.sent else _unsent_status(effect)
+    if status is EffectStatus.ABSENT and locked.kept is not None:
+        status = EffectStatus.UNKNOWN  # its provider has said that it took effect
     ruling: Ruling
     if locked.undoing is not None:
         ruling = _undoing_told(locked, workflow, effect, out, status)
@@ -463,7 +576,7 @@ def outcome(locked: Locked, workflow: Workflow, out: Outcome) -> Ruling | None:
 
 def _receipt(locked: Locked, workflow: Workflow, effect: Effect, out: Outcome) -> Ruling:
     assert isinstance(out.reply, Succeeded)
-    proved = _applied(effect, out.reply.value, out.evidence_id)
+    proved = applied_by(effect, out.reply.value, out.evidence_id)
     event = Result(
         out.end,
         out.reply,
@@ -561,25 +674,27 @@ def reported(
 
     A record settles a doubt, and opens one where absence was believed. Absence is proved by queries
     alone: nobody here knows at which moment the provider looked. Its word that nothing happened, or
-    has not yet, makes the next query due. While a sender is at it, the sender has the word. None:
-    another run owns the effect by now.
+    has not yet, makes the next query due. While a sender is at it, the sender has the word, and a
+    record is kept for the doubt that may follow. None: another run owns the effect by now.
     """
     state, effect = locked.state, locked.effect
     assert effect is not None
     if effect.owner_run_id != state.run_id:
         return None, Reported.KEPT
-    ruling, what = Ruling(state=state, lease="keep"), Reported.KEPT
+    ruling, what, kind = Ruling(state=state, lease="keep"), Reported.KEPT, "report"
     in_doubt = effect.status is EffectStatus.UNKNOWN and state.status is _S.RECONCILING
     match answer:
         case Applied(value, evidence) if in_doubt and locked.current:
             ruling, what = proved_applied(locked, value, evidence), Reported.PROVED
         case Applied() if effect.status is EffectStatus.ABSENT:
             ruling, what = contrary_evidence(locked), Reported.CONTRARY
+        case Applied(value) if effect.status in (*UNRESOLVED, EffectStatus.HANDED_OFF):
+            kind, detail = KEPT_REPORT, {**detail, "proves": value}
         case Absent() | Pending() if in_doubt and locked.current:
             ruling = _query_hurried(locked, effect, max_stall_ms) or ruling
         case NoAnswer(problem):
             detail = {**detail, "problem": problem}
-    return replace(ruling, evidence=("report", detail)), what
+    return replace(ruling, evidence=(kind, detail)), what
 
 
 def _query_hurried(locked: Locked, effect: Effect, max_stall_ms: int | None) -> Ruling | None:
@@ -610,7 +725,7 @@ def contrary_evidence(locked: Locked) -> Ruling:
     events: list[TraceEvent] = []
     state = machine.moved(_without_its_holder(locked).state, _E.CONTRARY_EVIDENCE, events)
     trigger = Trigger.CONTRARY_EVIDENCE
-    ruling = _ended(locked, state, Reason.UNKNOWN_EFFECT, events, {"trigger": trigger.value})
+    ruling = ended(locked, state, Reason.UNKNOWN_EFFECT, events, {"trigger": trigger.value})
     doubtful = _left_after_all(locked, effect)
     return replace(ruling, effect=doubtful, lease="take", wake_in_ms=first_query_at(0))
 
@@ -630,7 +745,11 @@ def _left_after_all(locked: Locked, effect: Effect) -> Effect:
 def _rests_on(state: RunState, effect: Effect) -> bool:
     """Whether what a run is about to do is the write of this effect."""
     pending = state.pending
-    return isinstance(pending, InvokeTool) and pending.intent_key == effect.intent_key
+    return (
+        isinstance(pending, InvokeTool)
+        and pending.intent_key == effect.intent_key
+        and pending.arguments_hash == effect.arguments_hash
+    )
 
 
 # ---- cancellation --------------------------------------------------------------------------------
@@ -651,11 +770,17 @@ def cancel(locked: Locked) -> Ruling | None:
             return replace(
                 _stop(locked, Reason.CANCELLED, before=events),
                 wish=True,
-                approval_status="withdrawn",
+                approval_status=ApprovalStatus.WITHDRAWN,
             )
         case _S.RECONCILING | _S.HANDED_OFF:
             state = machine.moved(state, _E.CANCEL_WISHED, events)
-            return Ruling(state=state, events=tuple(events), wish=True, lease="keep")
+            return Ruling(
+                state=state,
+                events=tuple(events),
+                wish=True,
+                lease="keep",
+                approval_status=ApprovalStatus.WITHDRAWN,  # nothing is sent again after the wish
+            )
     if locked.own_effect is EffectStatus.UNKNOWN:  # released for sending again, not yet sent
         locked = _without_its_holder(locked)
         assert locked.effect is not None
@@ -677,8 +802,8 @@ def cancel(locked: Locked) -> Ruling | None:
     if in_flight or state.status is _S.AWAITING_BRANCHES:
         state = machine.moved(state, _E.CANCEL_IN_FLIGHT, events)
         return Ruling(state=state, events=tuple(events), wish=True, lease="keep")
-    ended = _stop(_without_its_holder(locked), Reason.CANCELLED, before=events)
-    return replace(ended, wish=True)
+    stopped = _stop(_without_its_holder(locked), Reason.CANCELLED, before=events)
+    return replace(stopped, wish=True)
 
 
 # ---- what the sweep finds ------------------------------------------------------------------------
@@ -690,8 +815,10 @@ def wake(locked: Locked, *, max_attempts: int, max_stall_ms: int | None) -> Ruli
     A reconciling run's effect is given a query here, which is paid for before it is asked.
     """
     state = locked.state
-    if state.status in TERMINAL or state.status is _S.HANDED_OFF:
+    if state.status in TERMINAL:
         return None
+    if state.status is _S.HANDED_OFF:
+        return Ruling(state=state, lease="keep", escalates=True)
     if locked.lease_until is not None:
         return None if locked.lease_live else _lease_lost(locked, max_attempts)
     match state.status:
@@ -724,21 +851,28 @@ def _without_its_holder(locked: Locked) -> Locked:
     return replace(locked, state=replace(locked.state, left=left))
 
 
+def _lost_over_a_write(locked: Locked) -> Ruling:
+    """Nobody is left who could say what became of the run's write: it is in doubt."""
+    locked = _without_its_holder(locked)
+    effect = locked.effect
+    assert effect is not None
+    trigger = Trigger.CANCELLATION if locked.cancel_requested else Trigger.WORKER_LOST
+    detail: dict[str, Json] = {"trigger": trigger.value}
+    turn = machine.stop(locked.state, Reason.UNKNOWN_EFFECT, locked.view(), detail)
+    return Ruling(
+        state=turn.state,
+        events=(_doubt_event(locked, effect, trigger), *turn.events),
+        effect=_doubted(effect, locked.now, trigger),
+        lease="take",
+        wake_in_ms=first_query_at(0),
+    )
+
+
 def _lease_lost(locked: Locked, max_attempts: int) -> Ruling:
+    if locked.own_effect in UNRESOLVED:
+        return _lost_over_a_write(locked)
     locked = _without_its_holder(locked)
     state, effect = locked.state, locked.effect
-    if locked.own_effect in (EffectStatus.DISPATCHED, EffectStatus.UNKNOWN):
-        assert effect is not None
-        trigger = Trigger.CANCELLATION if locked.cancel_requested else Trigger.WORKER_LOST
-        events = (_doubt_event(locked, effect, trigger),)
-        turn = machine.stop(state, Reason.UNKNOWN_EFFECT, locked.view(), {"trigger": trigger.value})
-        return Ruling(
-            state=turn.state,
-            events=(*events, *turn.events),
-            effect=_doubted(effect, locked.now, trigger),
-            lease="take",
-            wake_in_ms=first_query_at(0),
-        )
     if locked.cancel_requested or state.status is _S.CANCELLING:
         return replace(_stop(locked, Reason.CANCELLED), lease="take")
     if locked.attempts >= max_attempts:
@@ -752,16 +886,14 @@ def _lease_lost(locked: Locked, max_attempts: int) -> Ruling:
     overdue = _overdue(locked)
     if overdue is not None:
         return replace(spent(locked, overdue), lease="take")
-    events_: list[TraceEvent] = [
-        TraceEvent("lease.lost", state.step, {"attempts": locked.attempts})
-    ]
-    state = machine.moved(state, _E.LEASE_LOST, events_)
-    return Ruling(state=state, events=tuple(events_), lease="take")
+    events: list[TraceEvent] = [TraceEvent("lease.lost", state.step, {"attempts": locked.attempts})]
+    state = machine.moved(state, _E.LEASE_LOST, events)
+    return Ruling(state=state, events=tuple(events), lease="take")
 
 
 def _cancelling_at_rest(locked: Locked) -> Ruling:
-    if locked.own_effect in (EffectStatus.DISPATCHED, EffectStatus.UNKNOWN):
-        return _lease_lost(locked, max_attempts=0)
+    if locked.own_effect in UNRESOLVED:
+        return _lost_over_a_write(locked)
     return replace(_stop(locked, Reason.CANCELLED), lease="take")
 
 
@@ -770,11 +902,17 @@ def _parked_too_long(locked: Locked) -> Ruling | None:
     if locked.now >= locked.expires_at:
         events: list[TraceEvent] = []
         moved = machine.moved(state, _E.EXPIRED, events)
-        return replace(_ended(locked, moved, Reason.EXPIRED, events), approval_status="expired")
+        expired = ended(locked, moved, Reason.EXPIRED, events)
+        return replace(expired, approval_status=ApprovalStatus.EXPIRED)
+    if state.status is _S.AWAITING_INPUT:
+        if locked.input_expires_at is not None and locked.now >= locked.input_expires_at:
+            return _stop(locked, Reason.INPUT_EXPIRED)
+        return None
     approval = locked.approval
     if approval is not None and locked.now >= approval.expires_at:
-        return replace(_stop(locked, Reason.APPROVAL_EXPIRED), approval_status="expired")
-    return None  # a question expires with the run
+        stopped = _stop(locked, Reason.APPROVAL_EXPIRED)
+        return replace(stopped, approval_status=ApprovalStatus.EXPIRED)
+    return None
 
 
 def _reconcile(locked: Locked, max_stall_ms: int | None) -> Ruling:
@@ -785,13 +923,15 @@ def _reconcile(locked: Locked, max_stall_ms: int | None) -> Ruling:
         if following is not None:
             return following
     if effect is None or effect.status is not EffectStatus.UNKNOWN:
-        return Ruling(state=state, lease="keep", wake_in_ms=QUERY_LEASE_MS)
+        return Ruling(state=state, lease="keep", wake_in_ms=NOTHING_TO_DO_MS)
+    if locked.kept is not None:
+        return _settled_by_report(locked, locked.kept)
     if effect.next_query_at is not None and locked.now < effect.next_query_at:
         # Woken too early, or another's query is under way.
         early_ms = effect.next_query_at - locked.now
         return Ruling(state=state, lease="keep", wake_in_ms=early_ms)
     if effect.terms.can_query and effect.queries_left > 0:
-        lease_ms = max(QUERY_LEASE_MS, effect.terms.call_ms + LEASE_MARGIN_MS)
+        lease_ms = effect.terms.call_ms + QUERY_MARGIN_MS
         asked = replace(
             effect,
             queries_left=effect.queries_left - 1,
@@ -802,6 +942,14 @@ def _reconcile(locked: Locked, max_stall_ms: int | None) -> Ruling:
     if locked.undoing is not None and isinstance(conclusion, SendAgain):
         return _undoes(locked)
     return concluded(locked, conclusion, max_stall_ms=max_stall_ms)
+
+
+def _settled_by_report(locked: Locked, kept: KeptReport) -> Ruling:
+    """Take what a provider has said while the sender still had the word, or the run was about to
+    send the intent again. That it took effect stays true.
+    """
+    ruling = proved_applied(locked, kept.value, kept.evidence)
+    return replace(ruling, evidence=("report-used", {"evidence": kept.evidence}))
 
 
 def concluded(locked: Locked, conclusion: Conclusion, *, max_stall_ms: int | None) -> Ruling:
@@ -825,12 +973,7 @@ def concluded(locked: Locked, conclusion: Conclusion, *, max_stall_ms: int | Non
 
 def with_evidence(ruling: Ruling, answer: Answer, sent_at: int) -> Ruling:
     """Keep a query's answer beside what was concluded from it."""
-    detail: dict[str, Json] = {"answer": type(answer).__name__.lower(), "sent_at": sent_at}
-    match answer:
-        case Applied(value, evidence):
-            detail.update({"record": value, "evidence": evidence})
-        case NoAnswer(problem):
-            detail["problem"] = problem
+    detail = {**answer_to_json(answer), "sent_at": sent_at}
     return replace(ruling, evidence=("query", detail))
 
 
@@ -840,14 +983,14 @@ def query_returned(locked: Locked, token: int) -> Ruling | None:
     if effect is None or effect.token != token or effect.status is not EffectStatus.UNKNOWN:
         return None
     again = replace(effect, queries_left=min(QUERIES_PER_DISPATCH, effect.queries_left + 1))
-    return Ruling(state=locked.state, effect=again, lease="keep", wake_in_ms=QUERY_LEASE_MS)
+    return Ruling(state=locked.state, effect=again, lease="keep", wake_in_ms=NOTHING_TO_DO_MS)
 
 
 def proved_applied(locked: Locked, value: Json, evidence: str) -> Ruling:
     """The unknown effect happened: go on as the workflow says, or settle the wish to cancel."""
     effect = locked.effect
     assert effect is not None
-    proved = _applied(effect, value, evidence)
+    proved = applied_by(effect, value, evidence)
     events = [_resolved_event(locked, "applied", evidence)]
     if locked.undoing is not None:
         return _undone(locked, proved, locked.undoing, events)
@@ -856,7 +999,7 @@ def proved_applied(locked: Locked, value: Json, evidence: str) -> Ruling:
     locked = _nothing_to_undo(locked)
     state = machine.resumed(locked.state, _E.PROVED_APPLIED, events, evidence_ref=evidence)
     return Ruling(
-        state=replace(state, told=_resolved(value, evidence)),
+        state=replace(state, told=told_of(value, evidence)),
         events=tuple(events),
         effect=proved,
         lease="take",
@@ -875,21 +1018,21 @@ def _proved_absent(locked: Locked, effect: Effect, max_stall_ms: int | None) -> 
     state = locked.state
     if locked.cancel_requested:
         cancelled = machine.moved(state, _E.PROVED_ABSENT_CANCELLED, events)
-        return replace(_ended(locked, cancelled, Reason.CANCELLED, events), effect=absent)
+        return replace(ended(locked, cancelled, Reason.CANCELLED, events), effect=absent)
     sendable = may_send(absent, now=locked.now, max_stall_ms=max_stall_ms)
-    if sendable and locked.left_ms > 0 and _paid(state.left, effect) is not None:
+    if sendable and locked.left_ms > 0 and paid_for(state.left, effect) is not None:
         state = machine.resumed(state, _E.PROVED_ABSENT, events)
         return Ruling(state=state, events=tuple(events), effect=absent, lease="take")
     failed = machine.moved(state, _E.PROVED_ABSENT_FAILED, events)
-    ended = _ended(locked, failed, Reason.TOOL_FAILED, events, _absence(effect))
-    return replace(ended, effect=absent)
+    stopped = ended(locked, failed, Reason.TOOL_FAILED, events, absence_of(effect))
+    return replace(stopped, effect=absent)
 
 
 def _released_for_sending(locked: Locked, effect: Effect) -> Ruling:
     if locked.undoing is not None:
         free = replace(effect, next_query_at=None)
         return Ruling(state=locked.state, effect=free, lease="keep", wake_in_ms=0)
-    may_call = _paid(locked.state.left, effect) is not None
+    may_call = paid_for(locked.state.left, effect) is not None
     if locked.cancel_requested or locked.left_ms <= 0 or not may_call:
         return _handed_off(locked, effect, "the key could be sent again, but the run may not")
     events: list[TraceEvent] = []
@@ -897,7 +1040,7 @@ def _released_for_sending(locked: Locked, effect: Effect) -> Ruling:
     return Ruling(state=state, events=tuple(events), lease="take")
 
 
-def _absence(effect: Effect) -> dict[str, Json]:
+def absence_of(effect: Effect) -> dict[str, Json]:
     return {"evidence": "absent", "effect": effect.id}
 
 
@@ -1073,7 +1216,7 @@ def _undoing_told(
         events = _judged_events(locked, workflow, effect, event)
     match status, out.reply:
         case EffectStatus.APPLIED, Succeeded(value, _):
-            proved = _applied(effect, value, out.evidence_id)
+            proved = applied_by(effect, value, out.evidence_id)
             return _undone(locked, proved, locked.undoing, events)
         case EffectStatus.ABSENT, answer:
             absent = replace(effect, status=EffectStatus.ABSENT, unknown_since=None, trigger=None)
@@ -1097,7 +1240,7 @@ def _undone(locked: Locked, proved: Effect, undoing: Effect, events: list[TraceE
     }
     events.append(TraceEvent(trace.EFFECT_COMPENSATED, locked.state.step, detail))
     state = machine.moved(locked.state, _E.COMPENSATION_PROVED, events)
-    ruling = _ended(locked, state, Reason.COMPENSATED, events, detail)
+    ruling = ended(locked, state, Reason.COMPENSATED, events, detail)
     undone = replace(undoing, status=EffectStatus.COMPENSATED)
     return replace(ruling, effect=proved, undoing=undone, lease="take")
 
@@ -1132,7 +1275,7 @@ def _stands(
 ) -> Ruling:
     """The write was not undone, and that is certain: it is applied as before, and a person's."""
     state = machine.moved(locked.state, _E.NO_PROOF, events)
-    ruling = _ended(locked, state, Reason.HANDOFF_REQUIRED, events, {"problem": problem})
+    ruling = ended(locked, state, Reason.HANDOFF_REQUIRED, events, {"problem": problem})
     stands = replace(undoing, status=EffectStatus.APPLIED)
     package = {**handoff_of(ruling.state, absent, undoing=stands), "problem": problem}
     return replace(ruling, effect=absent, undoing=stands, handoff=package, lease="take")
@@ -1156,7 +1299,7 @@ def _undoing_in_doubt_again(locked: Locked, effect: Effect, undoing: Effect) -> 
     events: list[TraceEvent] = []
     state = machine.moved(locked.state, _E.CONTRARY_EVIDENCE, events)
     trigger = Trigger.CONTRARY_EVIDENCE
-    ruling = _ended(locked, state, Reason.UNKNOWN_EFFECT, events, {"trigger": trigger.value})
+    ruling = ended(locked, state, Reason.UNKNOWN_EFFECT, events, {"trigger": trigger.value})
     return replace(
         ruling,
         effect=_left_after_all(locked, effect),
@@ -1174,7 +1317,7 @@ def _undoing_with_person(
     assert effect is not None
     state = machine.moved(locked.state, _E.NO_PROOF, events)
     detail: dict[str, Json] = {"problem": problem}
-    ruling = _ended(locked, state, reason or Reason.UNKNOWN_EFFECT, events, detail)
+    ruling = ended(locked, state, reason or Reason.UNKNOWN_EFFECT, events, detail)
     if undoing is not None:
         undoing = replace(undoing, status=EffectStatus.HANDED_OFF)
     if undoing is None or (effect.status is EffectStatus.UNKNOWN and locked.own_effect is not None):
@@ -1195,64 +1338,141 @@ def _doubt_event(locked: Locked, effect: Effect, trigger: Trigger) -> TraceEvent
 # ---- people --------------------------------------------------------------------------------------
 
 
-def approve(locked: Locked, *, approver: str) -> Ruling | None:
-    """Record consent and set the run going with the time that it had left; None where it waits
-    for none.
+def approve(
+    locked: Locked, *, who: Principal, token: Token, comment: str = ""
+) -> Ruling | ApprovalRefused:
+    """Record a person's consent; the last one that it takes sets the run going, with the time that
+    it had left.
+
+    The run that waits for it is locked, so that of many uses of one token one counts.
     """
-    approval = locked.approval
-    if locked.state.status is not _S.AWAITING_APPROVAL or approval is None:
-        return None
-    if approval.status != "pending":
-        return None
-    if locked.now >= approval.expires_at or locked.now >= locked.expires_at:
-        return _parked_too_long(locked)
-    events: list[TraceEvent] = [
-        TraceEvent(
-            "approval.given",
-            locked.state.step,
-            {"approval_id": approval.id, "arguments_hash": approval.arguments_hash},
-        )
-    ]
-    state = machine.moved(locked.state, _E.APPROVED, events)
-    told = Approved(approval.id, approver)
-    return Ruling(
-        state=replace(state, told=told),
+    state, approval = locked.state, locked.approval
+    if approval is None or approval.id != token.approval_id:
+        return ApprovalRefused("not-pending", f"the run is {state.status.value}, and asks for none")
+    if approval.status is not ApprovalStatus.PENDING:
+        return ApprovalRefused("not-pending", f"it is {approval.status.value} already")
+    problem = consent_problem(approval, token, locked.issued, who, now=locked.now)
+    if problem is not None or locked.now >= locked.expires_at:
+        late = state.status is _S.AWAITING_APPROVAL and _parked_too_long(locked)
+        return late or problem or ApprovalRefused("expired", "the run is over its time")
+    agreed = replace(approval, consents=(*approval.consents, who.subject))
+    enough = agreed.missing == 0
+    entry = AuditEntry.by(
+        who,
+        Act.APPROVE,
+        f"approval:{approval.id}",
+        tenant=state.tenant,
+        run_id=state.run_id,
+        reason=comment,
+        before={"run": state.status.value, "approval": approval.status.value},
+        after={"approval": "approved" if enough else "pending", "digest": approval.digest},
+    )
+    consent = Consent(approval.id, who.subject, token.hash)
+    ruling = Ruling(state=state, lease="keep", consent=consent, audit=entry)
+    if not enough:
+        return ruling
+    ruling = replace(
+        ruling, approval_status=ApprovalStatus.APPROVED, decided_by=", ".join(agreed.consents)
+    )
+    if state.status is not _S.AWAITING_APPROVAL:
+        return ruling  # of a write that a person has taken up: whoever has, sends it
+    given: dict[str, Json] = {
+        "approval_id": approval.id,
+        "arguments_hash": approval.arguments_hash,
+        "approvers": len(agreed.consents),
+    }
+    events: list[TraceEvent] = [TraceEvent("approval.given", state.step, given)]
+    moved = machine.moved(state, _E.APPROVED, events)
+    return replace(
+        ruling,
+        state=replace(moved, told=Approved(approval.id, agreed.consents)),
         events=tuple(events),
-        approval_status="approved",
-        decided_by=approver,
-        deadline_in_ms=_working_ms(locked),
+        lease="release",
+        deadline_in_ms=working_ms(locked),
     )
 
 
-def _working_ms(locked: Locked) -> int:
+def working_ms(locked: Locked) -> int:
     """The time that a parked run had left, within its hard expiry, which did not pause."""
     return min(locked.remaining_ms or 0, locked.expires_at - locked.now)
 
 
-def reject(locked: Locked, *, approver: str, comment: str) -> Ruling | None:
-    """Record a refusal: the run stops and the tool is never called."""
-    if locked.state.status is not _S.AWAITING_APPROVAL or locked.approval is None:
-        return None
+def reject(
+    locked: Locked, *, approval_id: str, who: Principal, reason: str
+) -> Ruling | ApprovalRefused:
+    """Record a refusal: the tool is not called, and a run that waits for consent stops."""
+    state, approval = locked.state, locked.approval
+    if approval is None or approval.id != approval_id:
+        return ApprovalRefused("not-pending", f"the run is {state.status.value}, and asks for none")
+    if approval.status is not ApprovalStatus.PENDING:
+        return ApprovalRefused("not-pending", f"it is {approval.status.value} already")
+    waits = state.status is _S.AWAITING_APPROVAL
+    ruling = Ruling(state=state, lease="keep")
+    if waits:
+        ruling = _parked_too_long(locked) or _stop(
+            locked, Reason.APPROVAL_REJECTED, comment=reason, by=who.subject
+        )
+    if ruling.approval_status is ApprovalStatus.EXPIRED:
+        return ruling
+    entry = AuditEntry.by(
+        who,
+        Act.REJECT,
+        f"approval:{approval.id}",
+        tenant=state.tenant,
+        run_id=state.run_id,
+        reason=reason,
+        before={"run": state.status.value, "approval": approval.status.value},
+        after={"run": ruling.state.status.value, "approval": "rejected"},
+    )
     return replace(
-        _stop(locked, Reason.APPROVAL_REJECTED, comment=comment),
-        approval_status="rejected",
-        decided_by=approver,
+        ruling,
+        approval_status=ApprovalStatus.REJECTED,
+        decided_by=who.subject,
+        audit=entry,
     )
 
 
-def answer(locked: Locked, *, text: str, author: str) -> Ruling | None:
-    """Give the asked-for input and set the run going with the time that it had left."""
-    if locked.state.status is not _S.AWAITING_INPUT:
+def answer(locked: Locked, *, text: str, who: Principal) -> Ruling | None:
+    """Give the asked-for input and set the run going with the time that it had left; None where
+    it asks for none.
+    """
+    state = locked.state
+    if state.status is not _S.AWAITING_INPUT:
         return None
-    if locked.now >= locked.expires_at:
-        return _parked_too_long(locked)
+    late = _parked_too_long(locked)
+    if late is not None:
+        return late
     events: list[TraceEvent] = []
-    state = machine.resumed(locked.state, _E.ANSWERED, events)
-    return Ruling(
-        state=replace(state, told=Answered(text, author)),
-        events=tuple(events),
-        deadline_in_ms=_working_ms(locked),
+    moved = machine.resumed(state, _E.ANSWERED, events)
+    entry = AuditEntry.by(
+        who,
+        Act.ANSWER,
+        f"run:{state.run_id}",
+        tenant=state.tenant,
+        run_id=state.run_id,
+        reason=text,
+        before={"run": state.status.value},
+        after={"run": moved.status.value},
     )
+    return Ruling(
+        state=replace(moved, told=Answered(text, who.subject)),
+        events=tuple(events),
+        deadline_in_ms=working_ms(locked),
+        audit=entry,
+    )
+
+
+#: How urgent a matter is: 1 comes first.
+_PRIORITIES: Final = {
+    Reason.CONTRADICTION: 1,
+    Reason.UNKNOWN_EFFECT: 2,
+    Reason.CLARIFICATION_REQUIRED: 4,
+}
+
+
+def priority_of(reason: Reason) -> int:
+    """How urgent a handoff with this reason is, from 1, the most urgent, to 4."""
+    return _PRIORITIES.get(reason, 3)
 
 
 def handoff_of(
@@ -1318,15 +1538,15 @@ def _takes_recorded(locked: Locked, effect: Effect) -> Ruling:
     """The intent took effect before, here or in another run: rest on the recorded result."""
     ruling = give_back(locked, "recorded", due_in_ms=0)
     evidence = effect.evidence or f"effect:{effect.id}"
-    told = _resolved(effect.result, evidence)
+    told = told_of(effect.result, evidence)
     return replace(ruling, state=replace(ruling.state, told=told), joins=True)
 
 
-def _resolved(value: Json, evidence: str) -> Resolved:
+def told_of(value: Json, evidence: str) -> Resolved:
     return Resolved(value, value if isinstance(value, str) else canonical(value), evidence)
 
 
-def _applied(effect: Effect, value: Json, evidence: str) -> Effect:
+def applied_by(effect: Effect, value: Json, evidence: str) -> Effect:
     return replace(
         effect,
         status=EffectStatus.APPLIED,
@@ -1364,14 +1584,14 @@ def _applied_although_cancelled(
     state = locked.state
     if locked.other_holders:
         kept = machine.moved(state, _E.PROVED_APPLIED_KEPT, events)
-        return replace(_ended(locked, kept, Reason.CANCELLED, events), effect=effect)
+        return replace(ended(locked, kept, Reason.CANCELLED, events), effect=effect)
     if effect.compensation is not None:
         return _to_be_undone(locked, effect, effect.compensation, events)
     if state.status is _S.CANCELLING:
         state = machine.moved(state, _E.PROVED_APPLIED_COMPENSATE, events)
     state = machine.moved(state, _E.NO_PROOF, events)
     detail: dict[str, Json] = {"problem": "cancelled after it was applied; no compensation"}
-    ruling = _ended(locked, state, Reason.UNKNOWN_EFFECT, events, detail)
+    ruling = ended(locked, state, Reason.UNKNOWN_EFFECT, events, detail)
     package = {**handoff_of(ruling.state, effect), "problem": detail["problem"]}
     return replace(ruling, effect=effect, handoff=package)
 
@@ -1385,7 +1605,7 @@ def _handed_off(locked: Locked, effect: Effect, problem: str) -> Ruling:
         state = machine.moved(state, _E.EFFECT_UNKNOWN, events)
     state = machine.moved(state, _E.NO_PROOF, events)
     given = replace(effect, status=EffectStatus.HANDED_OFF, next_query_at=None)
-    ruling = _ended(locked, state, Reason.UNKNOWN_EFFECT, events, {"problem": problem})
+    ruling = ended(locked, state, Reason.UNKNOWN_EFFECT, events, {"problem": problem})
     package = {**handoff_of(ruling.state, given), "problem": problem}
     return replace(ruling, effect=given, handoff=package, lease="take")
 
@@ -1399,7 +1619,7 @@ def _with_person(locked: Locked, effect: Effect) -> Ruling:
     reason = Reason.CONTRADICTION if effect.status is EffectStatus.CONTRADICTED else None
     events: list[TraceEvent] = []
     state = machine.moved(locked.state, _E.INTENT_WITH_PERSON, events)
-    ruling = _ended(locked, state, reason or Reason.UNKNOWN_EFFECT, events)
+    ruling = ended(locked, state, reason or Reason.UNKNOWN_EFFECT, events)
     return replace(ruling, handoff=handoff_of(ruling.state, effect))
 
 
@@ -1421,7 +1641,7 @@ def _stop(
     return Ruling(state=turn.state, events=(*(before or ()), *turn.events))
 
 
-def _ended(
+def ended(
     locked: Locked,
     state: RunState,
     reason: Reason,

@@ -214,6 +214,9 @@ STEPS: Final[tuple[tuple[str, frozenset[str]], ...]] = (
                 trace.RESULT_VERIFIED,
                 trace.COMPLETION_FAILED,
                 trace.COMPLETION_VERIFIED,
+                trace.PRECONDITION_CHECKED,
+                trace.PRECONDITION_FAILED,
+                trace.PLAN_REFUSED,
                 trace.RECONCILIATION_REQUIRED,
                 trace.EFFECT_RESOLVED,
             }

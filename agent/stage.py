@@ -13,11 +13,12 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Final, Protocol, TypeAlias
 
+from handrail.agent.approvals import ApprovalTerms
 from handrail.agent.budget import BudgetLeft, CallLimits
 from handrail.agent.canonical import Json, digest, dumps
 from handrail.agent.capability import Capability, resource_of
 from handrail.agent.status import Reason
-from handrail.agent.tools import RunFacts, Tool, Validated
+from handrail.agent.tools import RunFacts, Tool, ToolContract, Validated
 from handrail.agent.trace import TraceEvent
 
 Frame: TypeAlias = dict[str, Json]
@@ -102,10 +103,13 @@ class Succeeded:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The tool says that nothing happened, and why."""
+    """The tool says that nothing happened, and why. `changed`: what the call rests on is no longer
+    as it was planned.
+    """
 
     reason: str
     retryable: bool = False
+    changed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,18 +170,19 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class ChildDone:
-    """The child stage that was entered has finished with this output."""
+    """The child stage that was entered has finished with this output; `back_to` as in `Finish`."""
 
     child: str
     output: Json
+    back_to: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Approved:
-    """A person agreed to the exact action that was parked."""
+    """People agreed to the exact action that was parked: as many as it takes."""
 
     approval_id: str
-    approver: str
+    approvers: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +277,8 @@ class InvokeTool:
 class Verify:
     """Check a claim or a postcondition independently; the shell finds the check at the stage's
     path and pays its price first. `attempt` and `after_ms` are those of a retry, see `AskModel`.
+
+    `before_write`: it is the stage's precondition, after which the same claim goes on to the write.
     """
 
     claim: Json
@@ -279,6 +286,7 @@ class Verify:
     cost_microusd: int = 0
     attempt: int = 0
     after_ms: int = 0
+    before_write: bool = False
 
 
 class ParkKind(StrEnum):
@@ -290,12 +298,23 @@ class ParkKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Park:
-    """Wait for a person. An approval is bound to `action`, a question is text."""
+    """Wait for a person. An approval is bound to `action`, by people as `terms` say; a question is
+    text.
+    """
 
     kind: ParkKind
     action: InvokeTool | None = None
     question: str = ""
     expires_ms: int = 24 * 3_600_000
+    terms: ApprovalTerms | None = None
+
+    @classmethod
+    def for_consent(
+        cls, contract: ToolContract, action: InvokeTool, *, expires_ms: int | None = None
+    ) -> Park:
+        """Wait for consent to exactly this call."""
+        park = cls(ParkKind.APPROVAL, action, terms=ApprovalTerms.of(contract, action.arguments))
+        return park if expires_ms is None else replace(park, expires_ms=expires_ms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,10 +329,12 @@ class Finish:
     """This stage is done; its output goes to the parent and is recorded.
 
     `fact`: the output is part of the public state, so that the state version moves with it.
+    `back_to`: it could not be done as planned, and the run goes on at this earlier sibling.
     """
 
     output: Json
     fact: bool = True
+    back_to: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

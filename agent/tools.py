@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Annotated, Any, Final, TypeVar
 
@@ -80,10 +81,21 @@ class Permit(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """On whose behalf a run acts: its subject and what that subject may do."""
+    """On whose behalf a run acts: its subject and what that subject may do; also a person who
+    looks at runs and decides about them.
+
+    `roles` are those of a person (viewer, operator, approver, admin), in these `tenants` (None: in
+    all). They are not stored with a run: what a run does, no role of its principal widens.
+    """
 
     subject: str = "anonymous"
     permissions: frozenset[str] = frozenset()
+    roles: frozenset[str] = frozenset()
+    tenants: frozenset[str] | None = None
+
+    def sees(self, tenant: str) -> bool:
+        """Whether this person has to do with a tenant."""
+        return self.tenants is None or tenant in self.tenants
 
     def to_json(self) -> dict[str, Any]:
         """Return the principal as a JSON object."""
@@ -123,7 +135,10 @@ class ToolContract:
     says, which costs a call more. `not_after`: the service
     refuses a request that arrives after the deadline in it. `settle_after_ms`: how long after the
     last moment to send it a write may still land. `pending_for_ms`: how long the answer "pending"
-    is normal. `takeover` names the person or queue that a doubt goes to which no query settles.
+    is normal. `amount` names the argument that is an amount, an integer in minor units: approvals
+    show it, and above `second_approver_above` two people have to agree (`approvers=2`: always).
+    `requester_approves`: on whose behalf the run acts may be one of them.
+    `takeover` names the person or queue that a doubt goes to which no query settles.
     `retry` makes a read again that failed for a reason that may pass; a replayable call has one by
     default, a write none. `intent(arguments, run)` names the business object and the action, never
     run, step or time. `postcondition(arguments, result)` and `belongs_to(result, run)` judge a
@@ -140,6 +155,10 @@ class ToolContract:
     concurrency_safe: bool = False
     timeout_ms: int = SHORTEST_TIMEOUT_MS
     approval: Approval | None = None
+    amount: str | None = None
+    approvers: int = 1
+    second_approver_above: int | None = None
+    requester_approves: bool = False
     permission: str | None = None
     allow: Callable[[Arguments, RunFacts], Permit] | None = None
     intent: Callable[[Arguments, RunFacts], str] | None = None
@@ -183,6 +202,7 @@ class ToolContract:
             if type(value) is not int or value < 0:
                 raise InvalidDefinition(self._title, f"{unit} must be a whole number of at least 0")
         must_be_retry(self._title, self.retry)
+        self._check_approvers()
         if self.side_effect.writes:
             self._check_write()
         if self.confirmed_by_query and not (self.side_effect.writes and self.can_query):
@@ -191,6 +211,23 @@ class ToolContract:
     @property
     def _title(self) -> str:
         return f"tool {self.name!r}"
+
+    def _check_approvers(self) -> None:
+        if self.amount is not None and not (
+            self.input is not None and self.amount in self.input.model_fields
+        ):
+            raise InvalidDefinition(
+                self._title, "amount must name a field of the input model: an integer, minor units"
+            )
+        if self.approvers not in (1, 2) or type(self.approvers) is not int:
+            raise InvalidDefinition(self._title, "approvers must be 1 or 2")
+        above = self.second_approver_above
+        if above is not None and (type(above) is not int or above < 0 or self.amount is None):
+            raise InvalidDefinition(
+                self._title,
+                "second_approver_above must be a whole number of at least 0, and amount name what"
+                " it is compared with",
+            )
 
     def _check_write(self) -> None:
         if self.intent is None:
@@ -241,6 +278,21 @@ class ToolContract:
         return approval is Approval.ALWAYS or (
             approval is Approval.ON_WRITE and self.side_effect.writes
         )
+
+    def amount_of(self, arguments: Mapping[str, Json]) -> int | None:
+        """The amount that a call is about, in minor units; None where none is declared."""
+        value = None if self.amount is None else arguments.get(self.amount)
+        return value if type(value) is int else None
+
+    def approvers_for(self, arguments: Mapping[str, Json]) -> int:
+        """How many people have to agree to a call. An amount that cannot be read takes two, and one
+        that flows back counts as one that flows out.
+        """
+        if self.second_approver_above is None:
+            return self.approvers
+        amount = self.amount_of(arguments)
+        much = amount is None or abs(amount) > self.second_approver_above
+        return 2 if much else self.approvers
 
     @property
     def retries(self) -> Retry | None:
@@ -321,6 +373,29 @@ class ToolContract:
         return value
 
 
+@lru_cache(maxsize=1_024)
+def contract_hash(contract: ToolContract) -> str:
+    """Identify what a contract declares in words and shapes: who agreed to a call of it agreed to
+    this, and to no other text or shape under the same name and version.
+    """
+    shapes = [
+        None if model is None else model.model_json_schema()
+        for model in (contract.input, contract.output)
+    ]
+    declared: list[Json] = [
+        contract.name,
+        contract.version,
+        contract.description,
+        contract.side_effect.value,
+        contract.amount,
+        contract.approvers,
+        contract.second_approver_above,
+        contract.requester_approves,
+        *map(normal, shapes),
+    ]
+    return digest("contract", canonical(declared))
+
+
 def is_model(value: object) -> bool:
     """Whether a value is a pydantic model: the class, not an instance."""
     return isinstance(value, type) and issubclass(value, BaseModel)
@@ -340,6 +415,8 @@ _OF_TYPE: Final[tuple[tuple[str, Callable[[Any], bool], str], ...]] = (
     ("side_effect", lambda value: isinstance(value, SideEffect), "a SideEffect"),
     ("approval", lambda value: value is None or isinstance(value, Approval), "an Approval"),
     ("guarantee", lambda value: value is None or isinstance(value, Guarantee), "a Guarantee"),
+    ("amount", lambda value: value is None or _is_text(value), "the name of an argument"),
+    ("requester_approves", lambda value: isinstance(value, bool), "True or False"),
     ("stores_failures", lambda value: isinstance(value, bool), "True or False"),
     ("confirmed_by_query", lambda value: isinstance(value, bool), "True or False"),
     (

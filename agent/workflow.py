@@ -116,6 +116,7 @@ class Workflow:
         )
         object.__setattr__(self, "_tools", self._tools_by_name(title))
         self._check_confirmations(title)
+        self._check_replanning(title)
         if self.answer_within_ms is not None:
             must_answer_within(
                 title, worst_ms=self.worst_case_ms, required_ms=self.answer_within_ms
@@ -141,6 +142,37 @@ class Workflow:
                     title,
                     f"stage {stage.name!r} commits {stage.tool.name!r}, which needs approval:"
                     " put Confirm(..., action=<the same function>) before it",
+                )
+
+    def _check_replanning(self, title: str) -> None:
+        """A way back leads to an earlier stage, never past the write's own confirmation, and never
+        past another write.
+        """
+        names = [stage.name for stage in self.stages]
+        for number, stage in enumerate(self.stages):
+            if not isinstance(stage, Commit) or stage.replan is None:
+                continue
+            if stage.replan not in names[:number]:
+                problem = f"replan names {stage.replan!r}, which is no stage before it"
+                raise InvalidDefinition(title, f"stage {stage.name!r}: {problem}")
+            between = self.stages[names.index(stage.replan) : number]
+            written = [each.name for each in between if isinstance(each, Commit)]
+            if written:
+                raise InvalidDefinition(
+                    title,
+                    f"stage {stage.name!r} goes back to {stage.replan!r}, past {written[-1]!r},"
+                    " which has written: let replan name a stage after that",
+                )
+            asked = [
+                each.name
+                for each in self.stages[:number]
+                if isinstance(each, Confirm) and each.action == stage.action
+            ]
+            if asked and asked[-1] not in [each.name for each in between]:
+                raise InvalidDefinition(
+                    title,
+                    f"stage {stage.name!r} goes back to {stage.replan!r}, past {asked[-1]!r}: let"
+                    " replan name a stage before that, so that the new plan is confirmed, too",
                 )
 
     @property
@@ -176,8 +208,13 @@ class Workflow:
             ),
             default=0,
         )
-        checks = [s.retry for s in self.walk() if isinstance(s, Verify) and s.retry]
-        return tools + sum(retry.worst_ms(tool_ms, calls=retry.attempts) for retry in checks)
+        stages = [*self.walk()]
+        checks = [s.retry for s in stages if isinstance(s, Verify) and s.retry]
+        commits = [s for s in stages if isinstance(s, Commit)]
+        checks += [s.precondition_retry for s in commits if s.precondition_retry]
+        plans = 1 + sum(s.replans for s in commits if s.replan is not None)
+        once = sum(retry.worst_ms(tool_ms, calls=retry.attempts) for retry in checks)
+        return tools + plans * once
 
     @property
     def tools(self) -> tuple[Tool, ...]:
@@ -230,11 +267,23 @@ class Workflow:
         return Move({}, Enter(self.stages[0].name))
 
     def on(self, frame: Frame, event: Event, view: View) -> Move:
-        """Enter the next stage, or complete."""
+        """Enter the next stage, or complete; or go back to make a plan again."""
         assert isinstance(event, ChildDone)
+        if event.back_to is not None:
+            return self._back(frame, event, event.back_to)
         names = [stage.name for stage in self.stages]
         following = names.index(event.child) + 1
         if following < len(names):
             return Move(frame, Enter(names[following]))
         answer = event.output if self.answer is None else normal(self.answer(view.run))
         return Move(frame, Stop(Reason.COMPLETED, answer=answer))
+
+    def _back(self, frame: Frame, event: ChildDone, to: str) -> Move:
+        commit = self.children[event.child]
+        assert isinstance(commit, Commit)
+        made = frame.get(event.child, 0)  # how often its plan was made again
+        assert isinstance(made, int)
+        if made < commit.replans:
+            return Move({**frame, event.child: made + 1}, Enter(to))
+        detail: dict[str, Json] = {"replans": made, "output": event.output}
+        return Move(frame, Stop(Reason.VERIFICATION_FAILED, detail))

@@ -20,6 +20,7 @@ import typing
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import cached_property
 from typing import Any, ClassVar, Final
 
@@ -31,6 +32,7 @@ from pydantic import BaseModel, ValidationError
 from handrail.agent import machine, protocol
 from handrail.agent.budget import Budget, BudgetLeft, CallLimits, Phase
 from handrail.agent.canonical import Json, canonical, normal
+from handrail.agent.effects import Answer, Effect, EffectStatus
 from handrail.agent.errors import (
     BadInput,
     HandrailError,
@@ -40,9 +42,10 @@ from handrail.agent.errors import (
 )
 from handrail.agent.loop import AgentLoop
 from handrail.agent.machine import Mode, RunState
-from handrail.agent.pauses import Pause, checked_scope, checked_words
+from handrail.agent.pauses import Pause, Scope, checked_scope, checked_words
+from handrail.agent.people import Act, AuditEntry, NotAllowed, must_be_allowed
+from handrail.agent.people import checked_words as words_of_person
 from handrail.agent.protocol import Locked, Reported, Ruling
-from handrail.agent.stage import End
 from handrail.agent.status import RunStatus
 from handrail.agent.tools import (
     Approval,
@@ -69,9 +72,10 @@ from handrail.broker.message import SWEEP_TASK, TRACEPARENT_PATTERN, StepMessage
 from handrail.broker.publish import Publisher, PublishFailed
 from handrail.broker.signal import CancelSignal
 from handrail.broker.verify import UnsafeConfiguration
+from handrail.desk import Desk, must_see
 from handrail.gateway.model import ModelGateway, Planner
-from handrail.ledger.errors import NothingToApprove, UnknownRun
-from handrail.ledger.ledger import Ledger, NewRun, Ruled
+from handrail.ledger.errors import UnknownRun
+from handrail.ledger.ledger import DueStep, Ledger, NewRun, Ruled
 from handrail.ledger.lock import IntentLock, LocalLock, RedisLock
 from handrail.ledger.rows import escaped
 from handrail.ledger.schema import check_migrated
@@ -82,7 +86,8 @@ from handrail.reports import receive
 from handrail.runs import Run, run_of
 from handrail.settings import Settings
 from handrail.shared_valkey import SharedValkey, find
-from handrail.tasks.calls import GivenUp, ToolCall, call, in_thread
+from handrail.signals import Messenger
+from handrail.tasks.calls import Called, ToolCall, at_any_time, call, in_thread
 from handrail.tasks.runtime import Runtime, message_of
 from handrail.tasks.step import run_step
 
@@ -95,6 +100,7 @@ _MAX_GOAL: Final = 20_000
 _MAX_DEDUPE_KEY: Final = 1_000  # it is indexed
 _MAX_INPUT: Final = 256_000
 _MAX_LISTED: Final = 10_000
+_SHORTEST_POLL_S: Final = 0.001  # without any pause, waiting would be all that the process does
 
 
 @dataclass(eq=False)
@@ -118,18 +124,6 @@ class InvalidRun(BadInput):
     """A run cannot be enqueued as it was asked for; nothing was written."""
 
     code: ClassVar[str] = "invalid-run"
-    field: str
-    problem: str
-
-    def __str__(self) -> str:
-        return f"{self.field}: {self.problem}"
-
-
-@dataclass(eq=False)
-class InvalidDecision(BadInput):
-    """A person's word about a run cannot be taken as it was given; nothing was changed."""
-
-    code: ClassVar[str] = "invalid-decision"
     field: str
     problem: str
 
@@ -387,7 +381,9 @@ class Fleet:
             raise UnknownWorkflow(str(name), tuple(sorted(self._latest)))
         if not isinstance(goal, str) or not goal.strip() or len(goal) > _MAX_GOAL:
             raise InvalidRun("goal", f"give a text of 1 to {_MAX_GOAL} characters")
-        who = principal if isinstance(principal, Principal) else Principal(principal or "anonymous")
+        if principal is None:
+            principal = "anonymous"
+        who = principal if isinstance(principal, Principal) else Principal(principal)
         if not _are_texts(who.permissions):
             raise InvalidRun("principal", "its permissions must be a set of texts")
         tenant = self.settings.tenant if tenant is None else tenant
@@ -498,17 +494,53 @@ class Fleet:
         return self.ledger.trace(_id(run_id))
 
     def runs(
-        self, *, status: str | None = None, workflow: str | None = None, limit: int = 50
+        self,
+        *,
+        status: str | None = None,
+        workflow: str | None = None,
+        tenant: str | None = None,
+        reason: str | None = None,
+        tool: str | None = None,
+        older_than_ms: int = 0,
+        limit: int = 50,
     ) -> list[Run]:
-        """List runs, newest first. Raises `InvalidQuery`."""
-        if type(limit) is not int or not 1 <= limit <= _MAX_LISTED:
-            raise InvalidQuery("limit", f"give a whole number of 1 to {_MAX_LISTED}")
-        if status is not None and status not in tuple(RunStatus):
-            raise InvalidQuery("status", f"give one of: {', '.join(RunStatus)}")
-        if workflow is not None and not (isinstance(workflow, str) and workflow.isprintable()):
-            raise InvalidQuery("workflow", "give the name of a workflow")
-        rows = self.ledger.list_runs(status=status, workflow=workflow, limit=limit)
+        """List runs, newest first; with `tool` those that have sent, or rest on, a write of it.
+        Raises `InvalidQuery`.
+        """
+        rows = self.ledger.list_runs(
+            status=_one_of("status", status, RunStatus),
+            workflow=_named("workflow", workflow),
+            tenant=_named("tenant", tenant),
+            reason=_named("reason", reason),
+            tool=_named("tool", tool),
+            older_than_ms=_listed("older_than_ms", older_than_ms, least=0, most=2**52),
+            limit=_listed("limit", limit, least=1, most=_MAX_LISTED),
+        )
         return [self.get(row["id"]) for row in rows]
+
+    def effects(
+        self,
+        *,
+        unresolved: bool = False,
+        status: str | None = None,
+        tool: str | None = None,
+        tenant: str | None = None,
+        workflow: str | None = None,
+        older_than_ms: int = 0,
+        limit: int = 50,
+    ) -> list[dict[str, Any]]:
+        """List effects, oldest first; `unresolved`: those of unknown outcome. Raises
+        `InvalidQuery`.
+        """
+        return self.ledger.effects(
+            unresolved=unresolved,
+            status=_one_of("status", status, EffectStatus),
+            tool=_named("tool", tool),
+            tenant=_named("tenant", tenant),
+            workflow=_named("workflow", workflow),
+            older_than_ms=_listed("older_than_ms", older_than_ms, least=0, most=2**52),
+            limit=_listed("limit", limit, least=1, most=_MAX_LISTED),
+        )
 
     def wait(
         self,
@@ -523,6 +555,8 @@ class Fleet:
 
         Raises `StillRunning` after `timeout_s`.
         """
+        _must_be_seconds("timeout_s", timeout_s, least=0.0)
+        _must_be_seconds("poll_s", poll_s, least=_SHORTEST_POLL_S)
         limit = time.monotonic() + timeout_s
         while True:
             run = run_of(self.ledger.read(_id(run_id)))
@@ -532,14 +566,24 @@ class Fleet:
                 raise StillRunning(run.run_id, run.status)
             time.sleep(poll_s)
 
-    def cancel(self, run_id: str | Run) -> Run:
+    def cancel(
+        self, run_id: str | Run, *, by: Principal | str | None = None, reason: str = ""
+    ) -> Run:
         """Wish a run to be cancelled: nothing new is started; what is in flight is resolved, not
         denied, and a write that proves to have happened is undone where its tool says how.
 
         Returns the run as it is right after: `cancelled`, `cancelling`, or `reconciling` where the
-        outcome of a write is not known yet. A run that has ended is returned as it is.
+        outcome of a write is not known yet. A run that has ended is returned as it is. `by` is an
+        operator who is recorded with it; None: the application, on whoever's behalf it does so.
         """
-        ruled = self.ledger.rule(_id(run_id), protocol.cancel)
+        decide = protocol.cancel
+        reason = words_of_person("reason", reason, needed=False)
+        if by is not None:
+            who = self.desk.on_duty(by)
+            must_be_allowed(who, Act.CANCEL)
+            must_see(who, self.get(run_id))
+            decide = functools.partial(_cancelled_by, who=who, reason=reason)
+        ruled = self.ledger.rule(_id(run_id), decide)
         if ruled.ruling is None:
             self._changed_nothing("a wish to cancel", ruled)
         run = self.get(run_id)  # before anybody is told: what is in flight is still in flight
@@ -548,48 +592,96 @@ class Fleet:
             runtime.cancel_signalled(run.run_id)
         return run
 
-    def approve(self, run: str | Run, *, approver: str = "operator") -> Run:
-        """Agree to the exact action that a run is parked with; it goes on with the time it had
-        left.
+    def approve(
+        self,
+        token: str,
+        *,
+        by: Principal | str,
+        run: str | Run | None = None,
+        comment: str = "",
+    ) -> Run:
+        """Agree to the exact action that an approval token was issued for; see `Desk.approve`."""
+        return self.desk.approve(token, by=by, run=run, comment=comment)
 
-        Raises `NothingToApprove` where the run waits for no approval, or it is too old.
-        """
-        _must_be_texts(approver=approver)
-        return self._decide(run, lambda locked: protocol.approve(locked, approver=approver))
+    def reject(self, approval_id: str, *, by: Principal | str, reason: str) -> Run:
+        """Refuse a request for approval: its run stops, and the tool is never called."""
+        return self.desk.reject(approval_id, by=by, reason=reason)
 
-    def reject(self, run: str | Run, *, approver: str = "operator", comment: str = "") -> Run:
-        """Refuse the action that a run is parked with: it stops, and the tool is never called."""
-        _must_be_texts(approver=approver, comment=comment)
-        return self._decide(
-            run, lambda locked: protocol.reject(locked, approver=approver, comment=comment)
-        )
-
-    def answer(self, run: str | Run, text: str, *, author: str = "user") -> Run:
+    def answer(self, run: str | Run, text: str, *, by: Principal | str) -> Run:
         """Answer the question that a run has asked; it goes on with the time it had left."""
-        _must_be_texts(text=text, author=author)
-        return self._decide(run, lambda locked: protocol.answer(locked, text=text, author=author))
+        return self.desk.answer(run, text, by=by)
+
+    @cached_property
+    def desk(self) -> Desk:
+        """What people do with this fleet: approvals, handoffs, the audit."""
+        return Desk(self)
+
+    @cached_property
+    def _messenger(self) -> Messenger:
+        return Messenger(self)
+
+    @cached_property
+    def own_secret(self) -> str:
+        """What signs approval tokens where no other process can see the ledger."""
+        return secrets.token_urlsafe(48)
 
     def pause(
-        self, scope: str = "fleet", name: str = "", *, reason: str, by: str = "operator"
+        self,
+        scope: str = "fleet",
+        name: str = "",
+        *,
+        reason: str,
+        by: Principal | str = "operator",
     ) -> Pause:
         """Let nothing be dispatched any more in a `scope`: fleet, tenant, workflow or tool.
 
         `name` says which (of a fleet: none). A dispatch that is committed already goes on, and so
         do reads, queries and outcomes. A run whose write is held back waits without using its
-        working time; its hard expiry does not pause. Raises `InvalidPause`.
+        working time; its hard expiry does not pause. `by` is recorded in the audit: an
+        operator, of that tenant or of all; a name is believed until anybody was admitted. Raises
+        `InvalidPause`, `NotAllowed`.
         """
         checked, named = checked_scope(scope, name)
-        why, who = checked_words(reason, by)
-        return self.ledger.pause(checked, named, reason=why, by=who)
+        who = self._acting(by, Act.PAUSE, checked, named)
+        why, _ = checked_words(reason, who.subject)
+        entry = _of_a_pause(who, Act.PAUSE, checked, named, why)
+        return self.ledger.pause(checked, named, entry=entry)
 
-    def resume(self, scope: str = "fleet", name: str = "") -> bool:
+    def resume(
+        self,
+        scope: str = "fleet",
+        name: str = "",
+        *,
+        by: Principal | str = "operator",
+        reason: str = "",
+    ) -> bool:
         """Lift a pause; what waits on it goes on. Returns whether there was one."""
-        return self.ledger.resume(*checked_scope(scope, name))
+        checked, named = checked_scope(scope, name)
+        who = self._acting(by, Act.RESUME, checked, named)
+        why = words_of_person("reason", reason, needed=False)
+        entry = _of_a_pause(who, Act.RESUME, checked, named, why)
+        return self.ledger.resume(checked, named, entry=entry)
+
+    def _acting(self, by: Principal | str, act: Act, scope: Scope, name: str) -> Principal:
+        """Who does something to the fleet itself: an operator; who has to do with some tenants
+        alone stops and starts those alone.
+        """
+        who = self.desk.on_duty(by)
+        must_be_allowed(who, act, tenant=name if scope is Scope.TENANT else None)
+        if scope is not Scope.TENANT and who.tenants is not None:
+            raise NotAllowed(who.subject, act.value, "it belongs to other tenants, too")
+        return who
 
     @property
     def tools_known(self) -> frozenset[str]:
         """The names of the tools that are declared here."""
         return frozenset(self._tools)
+
+    def contracts_of(self, tool: str) -> list[ToolContract]:
+        """The contracts of a name that are declared here; none where the tool is another's."""
+        used = (one for workflow in self.workflows.values() for one in workflow.tools)
+        declared = {id(one): one for one in (*self._tools.values(), *used)}
+        return [one.contract for one in declared.values() if one.name == tool]
 
     @property
     def workflows_known(self) -> frozenset[str]:
@@ -637,26 +729,24 @@ class Fleet:
             workflows=self.workflows,
             secrets=known,
             max_stall_ms=self.settings.max_stall_ms,
-            send=lambda due: None if due is None else self._publish([message_of(due)]),
+            send=self.send_due,
         )
-
-    def _decide(self, run: str | Run, decide: Callable[[Locked], Ruling | None]) -> Run:
-        ruled = self.ledger.rule(_id(run), decide)
-        if ruled.ruling is None:
-            self._changed_nothing("a person's decision", ruled)
-            raise NothingToApprove(_id(run), ruled.locked.state.status.value)
-        if ruled.ruling.approval_status == "expired":  # it was too late for that
-            raise NothingToApprove(_id(run), ruled.ruling.state.status.value)
-        self._send(ruled)
-        return self.get(run)
 
     def _changed_nothing(self, what: str, ruled: Ruled) -> None:
         state = ruled.locked.state
         log.info("run %s: %s changed nothing, the run is %s", state.run_id, what, state.status)
 
-    def _send(self, ruled: Ruled) -> None:
-        if ruled.due is not None:
-            self._publish([message_of(ruled.due)])
+    def send_due(self, due: DueStep | None) -> None:
+        """Publish a step that a decision has made due, if it has; the sweep does what is missed."""
+        if due is not None:
+            self._publish([message_of(due)])
+
+    def query_now(self, locked: Locked, effect: Effect) -> tuple[Answer, int]:
+        """Ask a tool whether an effect took place, now; returns its answer, and when it was asked.
+
+        For people: it is paid by nobody's budget, and settles nothing.
+        """
+        return self.make_reconciler().query_now(locked, effect), locked.now
 
     # ---- in this process -------------------------------------------------------------------------
 
@@ -667,6 +757,7 @@ class Fleet:
         The same machine, ledger and reconciler as on a fleet. Options are those of `enqueue`. A run
         that waits for a person is returned as it is: approve it, then `drive` it on.
         """
+        _must_be_seconds("timeout_s", timeout_s, least=0.0)
         new = self._new_run(workflow, goal=goal, **(_NO_OPTIONS | options))
         inserted = self.ledger.insert_run(new)
         return self.drive(inserted.run_id, timeout_s=timeout_s)
@@ -675,6 +766,7 @@ class Fleet:
         """Drive an accepted run in this process until it rests. Raises `StillRunning` after
         `timeout_s`.
         """
+        _must_be_seconds("timeout_s", timeout_s, least=0.0)
         limit = time.monotonic() + timeout_s
         queue: list[StepMessage] = []
         lock = LocalLock()
@@ -715,6 +807,9 @@ class Fleet:
             clock=self._clock,
             lease_ms=self.settings.lease_ms,
             max_open_unknowns=self.settings.max_open_unknowns,
+            max_open_handoffs=self.settings.max_open_handoffs,
+            escalate_ms=int(self.settings.escalate_after_s * 1000),
+            tell=self._messenger.tell,
         )
         if ledger.database.in_memory:
             from handrail.ledger import migrate  # here: a worker never needs what it imports
@@ -825,7 +920,7 @@ class Fleet:
     def close(self) -> None:
         """Close what this process has opened."""
         self._close("_sweep_timer", "_reconciler", "_cancel_signal", "_runtime", "_publisher")
-        self._close("ledger")
+        self._close("ledger", "_messenger")
 
     @cached_property
     def _runtime(self) -> Runtime:
@@ -902,7 +997,7 @@ class Fleet:
             self._sweep_timer.start()
 
     def _on_worker_shutdown(self, **_: object) -> None:
-        self._close("_sweep_timer", "_reconciler", "_cancel_signal", "_runtime")
+        self._close("_sweep_timer", "_reconciler", "_cancel_signal", "_runtime", "_messenger")
 
     def _close(self, *names: str) -> None:
         for name in names:
@@ -925,22 +1020,49 @@ _NO_OPTIONS: Final[dict[str, Any]] = {
 
 
 def ask_bounded(
-    function: Callable[..., Any], arguments: Any, context: ToolCall, limit_ms: int
-) -> Future[Any]:
-    """Begin a query under its time limit, on the process's event loop or in a thread of its own."""
+    function: Callable[..., Any],
+    arguments: Any,
+    context: ToolCall,
+    limit_ms: int,
+    in_time: Callable[[], bool] = at_any_time,
+) -> Future[Called]:
+    """Begin a call under its time limit, on the process's event loop or in a thread of its own."""
 
-    async def ask() -> Any:
-        never = asyncio.get_running_loop().create_future()
-        done = await call(
-            function, arguments, context, limit_ms=limit_ms, wish=never, aborted=context.aborted
+    async def ask() -> Called:
+        return await call(
+            function,
+            arguments,
+            context,
+            limit_ms=limit_ms,
+            wish=asyncio.get_running_loop().create_future(),
+            aborted=context.aborted,
+            in_time=in_time,
         )
-        if done.error is not None:
-            raise done.error
-        if done.end is not End.RETURNED:
-            raise GivenUp(limit_ms, done.late)
-        return done.value
 
     return shared_loop().submit(ask())
+
+
+def _of_a_pause(who: Principal, act: Act, scope: Scope, name: str, reason: str) -> AuditEntry:
+    tenant = name if scope is Scope.TENANT else None
+    return AuditEntry.by(who, act, f"pause:{scope.value}:{name}", tenant=tenant, reason=reason)
+
+
+def _cancelled_by(locked: Locked, *, who: Principal, reason: str) -> Ruling | None:
+    ruling = protocol.cancel(locked)
+    if ruling is None:
+        return None
+    state = locked.state
+    entry = AuditEntry.by(
+        who,
+        Act.CANCEL,
+        f"run:{state.run_id}",
+        tenant=state.tenant,
+        run_id=state.run_id,
+        reason=reason,
+        before={"run": state.status.value},
+        after={"run": ruling.state.status.value},
+    )
+    return replace(ruling, audit=entry)
 
 
 def _let_celery_find(module: dict[str, Any]) -> None:
@@ -1071,10 +1193,28 @@ def _checked_input(workflow: Workflow, given: Json | BaseModel) -> Json:
     return normal(checked.model_dump(mode="json"))
 
 
-def _must_be_texts(**words: object) -> None:
-    for name, word in words.items():
-        if not isinstance(word, str):
-            raise InvalidDecision(name, f"must be a text, not {type(word).__name__}")
+def _named(field: str, value: str | None) -> str | None:
+    if value is None or (isinstance(value, str) and value and value.isprintable()):
+        return value
+    raise InvalidQuery(field, f"give the name of a {field}")
+
+
+def _one_of(field: str, value: str | None, known: type[StrEnum]) -> str | None:
+    if value is None or value in tuple(known):
+        return value
+    raise InvalidQuery(field, f"give one of: {', '.join(known)}")
+
+
+def _listed(field: str, value: int, *, least: int, most: int) -> int:
+    if type(value) is not int or not least <= value <= most:
+        raise InvalidQuery(field, f"give a whole number of {least} to {most}")
+    return value
+
+
+def _must_be_seconds(name: str, value: object, *, least: float) -> None:
+    """A time that is no number, or NaN, would never be over."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value >= least:
+        raise InvalidQuery(name, f"give a number of seconds, {least:g} or more")
 
 
 __all__ = ["Fleet", "InvalidRun", "NoBroker", "StillRunning", "UnknownRun", "UnknownWorkflow"]

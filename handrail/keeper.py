@@ -20,12 +20,14 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 
 STOP_SECONDS = 15  # PostgreSQL may have to write out what it holds; Valkey goes at once
+REMOVE_AGAIN_SECONDS = 0.05
 
 
 class KeptProcess:
@@ -124,8 +126,16 @@ def _keep(command: Sequence[str], *, stop_signal: int, user: int | None, remove:
     threading.Thread(target=stop_when_nobody_holds_the_pipe, daemon=True).start()
     code = server.wait()
     if remove is not None:
-        shutil.rmtree(remove, ignore_errors=True)
+        _remove(Path(remove))
     return code
+
+
+def _remove(directory: Path) -> None:
+    """Delete `directory`, again while it is still there: what dies beside us may write into it."""
+    give_up_at = time.monotonic() + STOP_SECONDS
+    while directory.exists() and time.monotonic() < give_up_at:
+        shutil.rmtree(directory, ignore_errors=True)
+        time.sleep(REMOVE_AGAIN_SECONDS)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from handrail.agent.errors import BadInput
 from handrail.agent.pauses import DEFAULT_MAX_OPEN_UNKNOWNS
 
+#: A secret that could be tried out would let anybody approve.
+SHORTEST_SECRET: Final = 32
 SCHEMES: Final = (
     "redis",
     "rediss",
@@ -57,6 +59,12 @@ def _address(value: str) -> str:
     return value
 
 
+def _secrets(value: str) -> str:
+    if any(len(one.strip()) < SHORTEST_SECRET for one in value.split(",") if value):
+        raise ValueError(f"each secret takes at least {SHORTEST_SECRET} random characters")
+    return value
+
+
 Address = Annotated[str, AfterValidator(_address)]
 
 
@@ -69,6 +77,11 @@ class Settings(BaseSettings):
     deadline (a paused machine, a stalled network); `unbounded` means that nobody vouches for one.
     `sweep_in_workers`: each worker sweeps by a timer of its own, so that no beat is needed.
     `queries_at_once`: how many queries one sweep has under way; one tool gets half of them.
+    `approval_secret` signs approval tokens: a random text, or several with commas between, the
+    newest first. `decisions_per_minute`: so many a person may make, 0: any number.
+    `escalate_after_s`: a handoff that nobody has resolved by then is escalated.
+    `max_open_handoffs`: while so many handoffs of one subject are open, nothing new of it is
+    dispatched; 0: any number may be.
     `max_open_unknowns`: so many unknown effects of one tool pause it by themselves; 0: they never
     do.
     """
@@ -88,11 +101,15 @@ class Settings(BaseSettings):
     max_stall_ms: Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(_stall)] = 20_000
     max_attempts: Annotated[int, Field(ge=1)] = 5
     max_open_unknowns: Annotated[int, Field(ge=0)] = DEFAULT_MAX_OPEN_UNKNOWNS
+    max_open_handoffs: Annotated[int, Field(ge=0)] = 100
     in_flight: Annotated[int, Field(ge=1)] = 256
     drain_timeout_s: Annotated[float, Field(gt=0)] = 30.0
     sweep_every_s: Annotated[float, Field(gt=0)] = 2.0
     sweep_in_workers: bool = False
     queries_at_once: Annotated[int, Field(ge=1)] = 16
+    approval_secret: Annotated[str, AfterValidator(_secrets)] = Field(default="", repr=False)
+    decisions_per_minute: Annotated[int, Field(ge=0)] = 60
+    escalate_after_s: Annotated[float, Field(gt=0)] = 4 * 3_600.0
     pool: Literal["loop", "threads", "solo", "prefork"] = "loop"
 
     @classmethod

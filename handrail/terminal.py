@@ -9,27 +9,32 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from shutil import get_terminal_size
 from typing import Any, Final
 
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 from rich.table import Table
 from rich.text import Text
 
+from handrail.legible import visible
+
+LEAST_WIDTH: Final = 120  # columns of a table
 PIPE_WIDTH: Final = 200  # columns where nobody looks: what `grep` reads must not be folded
-
-
-def visible(text: object) -> str:
-    r"""Write text so that no character of it does anything: `\x1b`, `\n` and the like are shown."""
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
-        for char in str(text)
-    )
 
 
 def console() -> Console:
     """A console on the standard output that interprets nothing in what it prints."""
     width = None if sys.stdout.isatty() else PIPE_WIDTH
     return Console(markup=False, highlight=False, emoji=False, width=width)
+
+
+def show(made: Table) -> None:
+    """Print a table; on a narrow terminal its lines are broken, rather than each of its cells."""
+    out = console()
+    if sys.stdout.isatty():
+        size = get_terminal_size()
+        out.size = ConsoleDimensions(max(LEAST_WIDTH, size.columns), size.lines)
+    out.print(made)
 
 
 def say(text: object = "", *, style: str = "") -> None:
@@ -56,8 +61,8 @@ def say_json(value: Any) -> None:
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     """Make a table; a cell that is a `Text` keeps its style, everything else is made visible."""
     made = Table(box=None, pad_edge=False)
-    for column in columns:
-        made.add_column(column, overflow="fold", header_style="bold")
+    for number, column in enumerate(columns):  # the first names the row: it can be copied whole
+        made.add_column(column, overflow="fold", header_style="bold", no_wrap=number == 0)
     for row in rows:
         made.add_row(*(cell if isinstance(cell, Text) else Text(visible(cell)) for cell in row))
     return made
@@ -76,3 +81,17 @@ def details(pairs: Mapping[str, object]) -> Table:
 def compact(value: Any) -> str:
     """Write a JSON value on one line."""
     return json.dumps(value, ensure_ascii=False, separators=(", ", ": "))
+
+
+__all__ = [
+    "compact",
+    "console",
+    "details",
+    "heading",
+    "note",
+    "say",
+    "say_json",
+    "show",
+    "table",
+    "visible",
+]

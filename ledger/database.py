@@ -14,12 +14,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError
 
-from handrail.ledger.errors import DatabaseUnavailable, UnsupportedDatabase
+from handrail.ledger.errors import DatabaseUnavailable, LedgerLocked, UnsupportedDatabase
 
 _BUSY_TIMEOUT_MS: Final = 10_000
 _CONNECT_TIMEOUT_S: Final = 5
@@ -29,6 +30,10 @@ _CONNECT_TIMEOUT_S: Final = 5
 _AWAY_S: Final = 0.5
 #: A statement of ours takes milliseconds; one that hangs must not hold a step for ever.
 _STATEMENT_TIMEOUT_MS: Final = 10_000
+#: Sooner, or a lock that somebody else holds could not be told from a statement that hangs.
+_LOCK_TIMEOUT_MS: Final = 8_000
+#: Between two statements of a transaction there is nothing but arithmetic.
+_IDLE_TIMEOUT_MS: Final = 15_000
 
 
 class Session(Protocol):
@@ -43,6 +48,13 @@ class ConnectionLost(Exception):
     """The connection broke while a statement was under way: it may or may not have been
     committed.
     """
+
+
+def ledger_file(url: str) -> Path | None:
+    """The file of an SQLite ledger; None for one that lives elsewhere, or in a process alone."""
+    database = Database(url)
+    held = not database.postgres and not database.in_memory
+    return Path(str(database.url.database)) if held else None
 
 
 class Database:
@@ -93,7 +105,7 @@ class Database:
         """Run one statement in autocommit and return its rows.
 
         Raises `ConnectionLost` where the connection broke under way, `DatabaseUnavailable` where
-        none could be made or SQLite stayed locked.
+        none could be made, `LedgerLocked` where somebody has held what it needs for too long.
         """
         with self._serialised():
             connection = self._connection()
@@ -196,7 +208,6 @@ class Database:
                 check_same_thread=False,
                 cached_statements=256,
             )
-            connection.row_factory = sqlite3.Row
             connection.execute(f"PRAGMA busy_timeout = {_BUSY_TIMEOUT_MS}")
             if not self.in_memory:
                 _use_wal(connection)
@@ -228,7 +239,9 @@ class Database:
         try:
             connection = Connection(**parameters)
             connection.run(f"SET statement_timeout = {_STATEMENT_TIMEOUT_MS}", {})
-            connection.run(f"SET lock_timeout = {_STATEMENT_TIMEOUT_MS}", {})
+            connection.run(f"SET lock_timeout = {_LOCK_TIMEOUT_MS}", {})
+            # A process that stands still in a transaction does not keep its rows from the others.
+            connection.run(f"SET idle_in_transaction_session_timeout = {_IDLE_TIMEOUT_MS}", {})
         except psycopg.Error as error:
             raise DatabaseUnavailable(f"{self.shown}: {_first_line(error)}") from error
         return connection
@@ -240,11 +253,14 @@ class Database:
             rows: list[dict[str, Any]] = connection.run(sql, params)
             return rows
         cursor = connection.execute(sql, params)
-        return [dict(row) for row in cursor.fetchall()] if cursor.description else []
+        if not cursor.description:
+            return []
+        names = [column[0] for column in cursor.description]
+        return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
 
     def _translated(self, connection: Any, error: BaseException) -> BaseException:
         if isinstance(error, sqlite3.OperationalError):
-            return DatabaseUnavailable(f"{self.shown}: {error}") if _busy(error) else error
+            return self._away_or_locked(error) or error
         if not self.postgres:
             return error
         import psycopg
@@ -253,11 +269,19 @@ class Database:
         if isinstance(error, psycopg.Error) and connection.closed:
             self._discard(connection)
             return ConnectionLost(_first_line(error))
-        if isinstance(error, psycopg.errors.QueryCanceled | psycopg.errors.LockNotAvailable):
+        if isinstance(error, psycopg.errors.LockNotAvailable):
+            return LedgerLocked(_first_line(error))
+        if isinstance(error, psycopg.errors.QueryCanceled):
             return DatabaseUnavailable(_first_line(error))
         if isinstance(error, psycopg.errors.SerializationFailure | psycopg.errors.DeadlockDetected):
             return DatabaseUnavailable(_first_line(error))
         return error
+
+    def _away_or_locked(self, error: sqlite3.OperationalError) -> DatabaseUnavailable | None:
+        text = f"{self.shown}: {error}"
+        if _locked(error):
+            return LedgerLocked(text)
+        return DatabaseUnavailable(text) if _away(error) else None
 
     def _roll_back(self, connection: Any) -> None:
         try:
@@ -303,16 +327,20 @@ def _use_wal(connection: sqlite3.Connection) -> None:
         try:
             connection.execute("PRAGMA journal_mode = WAL")
         except sqlite3.OperationalError as error:
-            if not _busy(error) or time.monotonic() > give_up_at:
+            passing = _locked(error) or _away(error)
+            if not passing or time.monotonic() > give_up_at:
                 raise
             time.sleep(0.01)
         else:
             return
 
 
-def _busy(error: sqlite3.OperationalError) -> bool:
-    text = str(error)
-    return "locked" in text or "busy" in text or "unable to open" in text or "disk" in text
+def _locked(error: sqlite3.OperationalError) -> bool:
+    return "locked" in str(error) or "busy" in str(error)
+
+
+def _away(error: sqlite3.OperationalError) -> bool:
+    return "unable to open" in str(error) or "disk" in str(error)
 
 
 def _first_line(error: BaseException) -> str:

@@ -72,6 +72,22 @@ class DatabaseUnavailable(TryLater):
 
 
 @dataclass(eq=False)
+class LedgerLocked(DatabaseUnavailable):
+    """Somebody else has held what a statement needs for longer than it may wait; nothing was
+    written.
+    """
+
+    code: ClassVar[str] = "ledger-locked"
+
+    def __str__(self) -> str:
+        return (
+            f"somebody has held a lock in the ledger's database for too long ({self.problem}):"
+            " end the transaction that was left open (PostgreSQL: see pg_stat_activity; SQLite:"
+            " another program that has the file open), and try again"
+        )
+
+
+@dataclass(eq=False)
 class UnknownRun(BadInput):
     """No run has this id (in this tenant)."""
 
@@ -91,17 +107,3 @@ class RunExists(BadInput):
 
     def __str__(self) -> str:
         return f"run {self.run_id!r} exists already: give another run_id, or a dedupe_key"
-
-
-@dataclass(eq=False)
-class NothingToApprove(BadInput):
-    """The run waits for no approval (any more)."""
-
-    code: ClassVar[str] = "nothing-to-approve"
-    run_id: str
-    status: str
-
-    def __str__(self) -> str:
-        return (
-            f"run {self.run_id!r} is {self.status} and waits for no approval: see 'handrail show'"
-        )

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, Final, TypeVar
 
+from handrail.agent.approvals import Approval, IssuedToken
 from handrail.agent.budget import Budget, BudgetLeft, CallLimits, Phase
 from handrail.agent.canonical import Json, canonical, dumps
 from handrail.agent.effects import (
@@ -27,16 +28,29 @@ from handrail.agent.effects import (
     upstream_key,
 )
 from handrail.agent.errors import InvariantBroken
+from handrail.agent.handoffs import must_be_complete
 from handrail.agent.machine import RunState
+from handrail.agent.notices import News, Notice
 from handrail.agent.pauses import DEFAULT_MAX_OPEN_UNKNOWNS, Pause, Scope
-from handrail.agent.protocol import PAUSED_MS, Locked, Ruling
-from handrail.agent.stage import InvokeTool, Park, ParkKind
+from handrail.agent.people import AuditEntry
+from handrail.agent.protocol import (
+    KEPT_REPORT,
+    PAUSED_MS,
+    Consent,
+    KeptReport,
+    Locked,
+    OpenHandoff,
+    Ruling,
+    priority_of,
+)
+from handrail.agent.stage import Answered, InvokeTool, Park, ParkKind
 from handrail.agent.status import CLAIMABLE, TERMINAL, WITH_PERSON, Reason, RunEvent, RunStatus
 from handrail.agent.tools import Principal
 from handrail.agent.trace import RUN_MOVED, TraceEvent
 from handrail.ledger import statements
 from handrail.ledger.database import PG_NOW, ConnectionLost, Database, Session
-from handrail.ledger.errors import DatabaseUnavailable, RunExists, UnknownRun
+from handrail.ledger.errors import DatabaseUnavailable, LedgerLocked, RunExists, UnknownRun
+from handrail.ledger.people import People, append_audit, last_act, was_written
 from handrail.ledger.rows import (
     Row,
     approval_of,
@@ -44,12 +58,17 @@ from handrail.ledger.rows import (
     effect_of,
     escaped,
     events_text,
+    handoff_row,
     plain,
     state_columns,
     state_of,
 )
 
 LEASE_MS: Final = 30_000
+#: While so many handoffs of one subject are open, nothing new of it is dispatched.
+MAX_OPEN_HANDOFFS: Final = 100
+#: A handoff that nobody has resolved for so long is escalated.
+ESCALATE_MS: Final = 4 * 3_600_000
 #: A sweep that takes a batch and dies delays it by this long.
 POSTPONE_MS: Final = 15_000
 #: Figures count no further: an operator needs no more than "very many".
@@ -201,7 +220,8 @@ class Ledger:
     """The ledger in one database. `clock` (SQLite only) replaces the machine's clock, in
     milliseconds.
 
-    While `max_open_unknowns` effects of a tool are unknown, nothing new of it may be dispatched; 0
+    While `max_open_handoffs` of one subject are open, nothing of it may be dispatched; while
+    `max_open_unknowns` effects of a tool are unknown, nothing new of it may be dispatched; 0
     sets no bound.
     """
 
@@ -212,17 +232,28 @@ class Ledger:
         clock: Callable[[], int] | None = None,
         lease_ms: int = LEASE_MS,
         max_open_unknowns: int = DEFAULT_MAX_OPEN_UNKNOWNS,
+        max_open_handoffs: int = MAX_OPEN_HANDOFFS,
+        escalate_ms: int = ESCALATE_MS,
         new_id: Callable[[], str] | None = None,
+        tell: Callable[[Notice], None] | None = None,
     ) -> None:
         self.database = Database(url, clock=clock)
         self.lease_ms = lease_ms
         self.max_open_unknowns = max_open_unknowns
+        self.escalate_ms = escalate_ms
+        self.max_open_handoffs = max_open_handoffs
+        self._tell = tell
         self._new_id = new_id or (lambda: secrets.token_hex(16))
         self._postgres = self.database.postgres
 
     def close(self) -> None:
         """Close this process's connections."""
         self.database.close()
+
+    @property
+    def people(self) -> People:
+        """What people are asked and what they do."""
+        return People(self.database, new_id=self._new_id, again=self._again)
 
     def now(self) -> int:
         """The ledger's time, in milliseconds since the epoch."""
@@ -333,24 +364,40 @@ class Ledger:
 
         `known` holds `name@version` of the workflows of this worker.
         """
-        params = self._claim_params(run_id, epoch, holder, self._array(known))
-        try:
-            rows = self.database.run(statements.claim(self._postgres), params)
-        except ConnectionLost:
-            rows = self._claimed(params)
+        rows = self._claim_once(self._claim_params(run_id, epoch, holder, self._array(known)))
         return self._claim_of(rows[0]) if rows else None
 
     def claim_each(
         self, due: Sequence[tuple[str, int]], *, holder: str, known: Collection[str]
-    ) -> list[Claim | None]:
-        """Claim several steps in one transaction, by run id and epoch; each as `claim` does it."""
+    ) -> list[Claim | BaseException | None]:
+        """Claim several steps in one transaction, by run id and epoch; each as `claim` does it.
+
+        Where somebody holds one of them locked each is claimed for itself; an exception stands for
+        one that cannot be. Raises `DatabaseUnavailable` where none can.
+        """
         workflows = self._array(known)
         params = [self._claim_params(run_id, at, holder, workflows) for run_id, at in due]
+        answers: Iterator[list[dict[str, Any]]]
         try:
-            answers = self._together([(statements.claim(self._postgres), p) for p in params])
+            answers = iter(self._together([(statements.claim(self._postgres), p) for p in params]))
         except ConnectionLost:
-            answers = [self._claimed(p) for p in params]
-        return [self._claim_of(rows[0]) if rows else None for rows in answers]
+            answers = map(self._claimed, params)
+        except LedgerLocked as locked:
+            answers = self._one_by_one(self._claim_once, params, [p["id"] for p in params], locked)
+        done: list[Claim | BaseException | None] = []
+        for _ in params:
+            try:
+                rows = next(answers)
+                done.append(self._claim_of(rows[0]) if rows else None)
+            except Exception as error:  # also a row that this release cannot read
+                done.append(error)
+        return done
+
+    def _claim_once(self, params: dict[str, Any]) -> list[dict[str, Any]]:
+        try:
+            return self.database.run(statements.claim(self._postgres), params)
+        except ConnectionLost:
+            return self._claimed(params)
 
     def _claim_params(self, run_id: str, epoch: int, holder: str, known: str) -> dict[str, Any]:
         return self._timed(
@@ -377,6 +424,36 @@ class Ledger:
         answers = self.database.run_together([calls[number] for number in order])
         return [rows for _, rows in sorted(zip(order, answers, strict=True), key=itemgetter(0))]
 
+    def _one_by_one(
+        self,
+        ask: Callable[[_T], list[dict[str, Any]]],
+        asked: Sequence[_T],
+        run_ids: Sequence[str],
+        locked: LedgerLocked,
+    ) -> Iterator[list[dict[str, Any]]]:
+        """Ask for each run by itself, after all together have waited in vain.
+
+        Raises `locked` for a run that somebody still holds: nobody waits for that a second time.
+        """
+        free = self._not_locked(run_ids)
+
+        def one(what: _T, run_id: str) -> list[dict[str, Any]]:
+            if run_id not in free:
+                raise locked
+            return ask(what)
+
+        return map(one, asked, run_ids)
+
+    def _not_locked(self, run_ids: Sequence[str]) -> set[str]:
+        """Which of these runs nobody holds at this moment."""
+        if not self._postgres:
+            return set()  # SQLite has one lock, for all of them
+        rows = self.database.run(
+            "SELECT id FROM handrail_run WHERE id = ANY(:ids) FOR NO KEY UPDATE SKIP LOCKED",
+            {"ids": self._array(run_ids)},
+        )
+        return {row["id"] for row in rows}
+
     def _claim_of(self, row: Row) -> Claim:
         return Claim(
             run_id=row["id"],
@@ -394,36 +471,23 @@ class Ledger:
             traceparent=row["traceparent"],
         )
 
-    def commit(
-        self, claim: Claim, ruling: Ruling, *, phase: Phase, output_bytes: int = 0
-    ) -> DueStep | bool:
-        """End a claimed step: write its ruling, release the lease, and say what is due.
-
-        Returns the next step, True where the run rests or has ended, False where nothing was
-        written: the claim was fenced off, or a cancel was wished meanwhile (`cancelled_meanwhile`
-        tells).
-        """
-        end = StepEnd(claim, ruling, phase, output_bytes)
-        commit = self._commit_of(end)
-        if commit is None:
-            return self._commit_by_rule(end)
-        try:
-            rows = self._commit_once(commit)
-        except ConnectionLost:
-            rows = self._commit_again(commit)
-        return self._committed(commit, rows)
-
     def commit_each(self, ends: Sequence[StepEnd]) -> list[DueStep | bool | BaseException]:
-        """End several claimed steps in one transaction; each as `commit` does it.
+        """End claimed steps in one transaction: write each ruling, release the lease, and say what
+        is due.
 
-        Where they cannot be written together each is written for itself; an exception stands for
-        one that cannot be. Raises `DatabaseUnavailable` where none can.
+        That is the next step, True where the run rests or has ended, False where nothing was
+        written: the claim was fenced off, or a cancel was wished meanwhile. Where they cannot be
+        written together each is written for itself; an exception stands for one that cannot be.
+        Raises `DatabaseUnavailable` where none can.
         """
         commits = [self._commit_of(end) for end in ends]
         together = [commit for commit in commits if commit is not None]
         rows: Iterator[list[dict[str, Any]]]
         try:
             rows = iter(self._commit_together(together))
+        except LedgerLocked as locked:
+            run_ids = [commit.claim.run_id for commit in together]
+            rows = self._one_by_one(self._commit_once, together, run_ids, locked)
         except DatabaseUnavailable:
             raise
         except ConnectionLost:
@@ -444,7 +508,8 @@ class Ledger:
     def _commit_of(self, end: StepEnd) -> _Commit | None:
         """Prepare the commit of a step; None where it has to be decided under the run's lock."""
         claim, ruling, state = end.claim, end.ruling, end.ruling.state
-        simple = state.status in TERMINAL or (state.status in CLAIMABLE and not ruling.due_in_ms)
+        ends = state.status in TERMINAL and claim.status is not RunStatus.EXECUTING
+        simple = ends or (state.status in CLAIMABLE and not ruling.due_in_ms)
         if not simple or ruling.effect is not None or ruling.charges_tool is not None:
             return None
         if moves := _untraced(claim.state.status, claim.status, claim.state.step):
@@ -457,6 +522,8 @@ class Ledger:
         if not rows:
             return False
         if not commit.due:
+            if self._tell is not None:
+                self._tell(_notice(News.RUN_STOPPED, state))
             return True
         deadline_at = claim.deadline_at
         return DueStep(
@@ -486,6 +553,8 @@ class Ledger:
         return self._commit_once(commit)
 
     def _commit_together(self, commits: Sequence[_Commit]) -> list[list[dict[str, Any]]]:
+        if len(commits) == 1:  # a trip for several costs it more
+            return [self._commit_once(commits[0])]
         if self._postgres:
             return self._together([(_commit_sql(commit), commit.params) for commit in commits])
         with self.database.transaction() as tx:
@@ -605,11 +674,12 @@ class Ledger:
         )
         return bool(rows)
 
-    def renew(self, held: Sequence[tuple[str, str, int]]) -> dict[str, bool]:
+    def renew(self, held: Sequence[tuple[str, str, int]]) -> dict[str, bool | None]:
         """Renew the leases of all steps of a process in one statement.
 
         `held` has (run id, claim id, no later than this instant). Returns the claims still held,
-        each with whether a cancel is wished; a claim that is missing is lost.
+        each with whether a cancel is wished; None: somebody is at its row, it was not renewed this
+        time. A claim that is missing is lost.
         """
         if not held:
             return {}
@@ -623,12 +693,18 @@ class Ledger:
             params["held"] = json.dumps(list(held))
             sql = statements.RENEW_SQLITE
         rows = self.database.run(sql, self._timed(params))
-        return {row["claim_id"]: row["cancel_requested_at"] is not None for row in rows}
+        return {
+            row["claim_id"]: row["cancel_requested_at"] is not None if row["renewed"] else None
+            for row in rows
+        }
 
     def give_back(
         self, claims: Sequence[str], *, unused: Sequence[str], holder: str
     ) -> list[DueStep]:
-        """Give the leases of claims back in one statement; returns the steps that are due again."""
+        """Give the leases of claims back in one statement; returns the steps that are due again.
+
+        A run that somebody holds at that moment is left to its lease.
+        """
         if not claims:
             return []
         params = {
@@ -653,6 +729,8 @@ class Ledger:
         known_digest: str | None = None,
         dispatches: str | None = None,
         once: str | None = None,
+        token_hash: str | None = None,
+        handoff_id: str | None = None,
     ) -> Ruled:
         """Lock a run and its effect, let a pure function decide, and write what it rules.
 
@@ -662,6 +740,8 @@ class Ledger:
         that is perhaps no longer the run's latest. `dispatches` names the tool that is to be sent
         something: the decision then knows of the pauses in force. `once` is the id under which its
         evidence counts one time only: with it there already, nothing is decided (`repeated`).
+        `token_hash` is the token by which a person consents, `handoff_id` the matter that is
+        decided: they are read under the same lock.
         Raises `UnknownRun`, and `DatabaseUnavailable` where the connection broke several times in a
         row.
         """
@@ -670,22 +750,42 @@ class Ledger:
 
         def transact() -> Ruled:
             with self.database.transaction() as tx:
-                locked, row = self._lock(tx, run_id, plan, effect_id, known_digest)
+                locked, row = self._lock(tx, run_id, plan, effect_id, known_digest, handoff_id)
+                if token_hash is not None:
+                    locked = self._with_token(tx, locked, token_hash)
                 if dispatches is not None:
                     locked = self._with_pauses(tx, row, locked, dispatches)
-                if (made or once) and self._wrote(tx, run_id, writer):
+                act = made[0].act if made else None
+                if (made or once) and (self._wrote(tx, run_id, writer) or was_written(tx, act)):
                     if made and made[0].ruling is not None:
                         return made[0]  # only the answer to our COMMIT was lost
                     return Ruled(locked, None, None, repeated=True)
                 ruling = decide(locked)
                 done = Ruled(locked, ruling, None)
                 if ruling is not None:
-                    due = self._write(tx, row, locked, ruling, phase, output_bytes, writer)
-                    done = Ruled(locked, ruling, due)
+                    due, news = self._write(tx, row, locked, ruling, phase, output_bytes, writer)
+                    act = None if ruling.audit is None else last_act(tx)
+                    done = Ruled(locked, ruling, due, news=news, act=act)
                 made[:] = [done]
                 return done
 
-        return self._again(transact)
+        ruled = self._again(transact)
+        if self._tell is not None:
+            for notice in ruled.news:
+                self._tell(notice)
+        return ruled
+
+    def look(self, run_id: str, handoff_id: str) -> Locked:
+        """Read a run as a decision about one of its handoffs would see it, and hold nothing.
+
+        Raises `UnknownRun`.
+        """
+
+        def read() -> Locked:
+            with self.database.transaction() as tx:
+                return self._lock(tx, run_id, None, None, None, handoff_id, hold=False)[0]
+
+        return self._again(read)
 
     def _wrote(self, tx: Session, run_id: str, writer: str) -> bool:
         """Whether a writer's ruling is there: asked under the lock of its run, for which a commit
@@ -716,8 +816,12 @@ class Ledger:
         plan: Plan | UndoPlan | None,
         effect_id: str | None,
         known_digest: str | None,
+        handoff_id: str | None = None,
+        *,
+        hold: bool = True,
     ) -> tuple[Locked, dict[str, Any]]:
-        rows = tx.run(statements.read_run(self._postgres), self._timed({"id": run_id}))
+        reading = statements.read_run(self._postgres, lock=hold)
+        rows = tx.run(reading, self._timed({"id": run_id}))
         if not rows:
             raise UnknownRun(run_id)
         row = rows[0]
@@ -726,17 +830,20 @@ class Ledger:
                 row["effect_id"], row["undoing_effect_id"] = self._plan(tx, row, plan), None
             case UndoPlan() if plan.fits(row):
                 row["effect_id"], row["undoing_effect_id"] = self._plan(tx, row, plan), plan.undoes
+        handoff, input_expires_at = self._lock_matter(tx, row, handoff_id, hold=hold)
+        if handoff is not None and handoff.effect_id not in (
+            None,
+            row["effect_id"],
+            row["undoing_effect_id"],
+        ):
+            effect_id = handoff.effect_id
         current = effect_id in (None, row["effect_id"])
-        undoing, _ = self._lock_effect(tx, run_id, row["undoing_effect_id"] if current else None)
-        effect, others = self._lock_effect(tx, run_id, effect_id or row["effect_id"])
+        undone = row["undoing_effect_id"] if current else None
+        undoing, _ = self._lock_effect(tx, run_id, undone, hold=hold)
+        effect, others = self._lock_effect(tx, run_id, effect_id or row["effect_id"], hold=hold)
         approval = None
-        if row["status"] in ("awaiting_approval", "executing"):
-            found = tx.run(
-                "SELECT * FROM handrail_approval WHERE run_id = :run_id"
-                " AND status IN ('pending', 'approved') ORDER BY requested_at DESC LIMIT 1",
-                {"run_id": run_id},
-            )
-            approval = approval_of(found[0]) if found else None
+        if row["status"] in ("awaiting_approval", "executing", "handed_off"):
+            approval = self._open_approval(tx, run_id)
         known = known_digest is not None and bool(
             tx.run(
                 "SELECT 1 AS found FROM handrail_observation"
@@ -761,31 +868,138 @@ class Ledger:
             undoing=undoing,
             other_holders=others,
             approval=approval,
+            consumed=self._consumed(tx, row, effect),
+            input_expires_at=input_expires_at,
+            handoff=handoff,
             known=known,
+            kept=self._kept_report(tx, row, effect),
         )
         return locked, row
+
+    def _kept_report(self, tx: Session, row: Row, effect: Effect | None) -> KeptReport | None:
+        """What a provider has said about a doubt before it was one, while its sender had the word,
+        or about one that is a person's by now; there a receipt that came too late counts as well.
+        """
+        if effect is None:
+            return None
+        with_person = row["status"] in (RunStatus.RECONCILING, RunStatus.HANDED_OFF)
+        match effect.status:
+            case EffectStatus.DISPATCHED:
+                pass
+            case EffectStatus.UNKNOWN if with_person:
+                pass
+            case EffectStatus.HANDED_OFF if with_person:
+                return self._late_receipt(tx, effect)
+            case _:
+                return None
+        found = tx.run(
+            "SELECT id, detail FROM handrail_evidence WHERE effect_id = :effect_id"
+            " AND kind = :kind ORDER BY at, id LIMIT 1",
+            {"effect_id": effect.id, "kind": KEPT_REPORT},
+        )
+        if not found:
+            return None
+        return KeptReport(json.loads(found[0]["detail"])["proves"], f"report:{found[0]['id']}")
+
+    def _consumed(self, tx: Session, row: Row, effect: Effect | None) -> Approval | None:
+        """The consent under which an effect that is to be sent again was dispatched."""
+        if effect is None or effect.approval_id is None or row["status"] != RunStatus.EXECUTING:
+            return None
+        found = tx.run("SELECT * FROM handrail_approval WHERE id = :id", {"id": effect.approval_id})
+        return approval_of(found[0]) if found else None
+
+    def _late_receipt(self, tx: Session, effect: Effect) -> KeptReport | None:
+        found = tx.run(
+            "SELECT id, kind, detail FROM handrail_evidence WHERE effect_id = :effect_id"
+            " AND kind IN ('outcome', :kind) ORDER BY at, id",
+            {"effect_id": effect.id, "kind": KEPT_REPORT},
+        )
+        for row in found:
+            detail = json.loads(row["detail"])
+            for name, of in (("receipt", "evidence"), ("proves", "report")):
+                if name in detail:
+                    return KeptReport(detail[name], f"{of}:{row['id']}")
+        return None
+
+    def _open_approval(self, tx: Session, run_id: str) -> Approval | None:
+        found = tx.run(
+            "SELECT * FROM handrail_approval WHERE run_id = :run_id"
+            " AND status IN ('pending', 'approved') ORDER BY requested_at DESC, id LIMIT 1",
+            {"run_id": run_id},
+        )
+        if not found:
+            return None
+        agreed = tx.run(
+            "SELECT who FROM handrail_consent WHERE approval_id = :id ORDER BY at, who",
+            {"id": found[0]["id"]},
+        )
+        return approval_of(found[0], [row["who"] for row in agreed])
+
+    def _lock_matter(
+        self, tx: Session, row: Row, handoff_id: str | None, *, hold: bool = True
+    ) -> tuple[OpenHandoff | None, int | None]:
+        """The open handoff that a person decides: the one that is named, or the question of a run
+        that has asked one, and when that is too old.
+
+        Whoever resolves it holds its run's lock, so that the row needs one only against those who
+        claim, assign or snooze it.
+        """
+        if handoff_id is not None:
+            lock = statements.dialect(self._postgres).lock if hold else ""
+            found = tx.run(
+                "SELECT * FROM handrail_handoff WHERE id = :id AND run_id = :run_id"
+                f" AND status = 'open' {lock}",
+                {"id": handoff_id, "run_id": row["id"]},
+            )
+            return (handoff_row(found[0]) if found else None), None
+        if row["status"] != RunStatus.AWAITING_INPUT:
+            return None, None
+        found = tx.run(
+            "SELECT * FROM handrail_handoff"
+            " WHERE run_id = :run_id AND status = 'open' AND reason = :question",
+            {"run_id": row["id"], "question": Reason.CLARIFICATION_REQUIRED.value},
+        )
+        return (handoff_row(found[0]), found[0]["expires_at"]) if found else (None, None)
+
+    def _with_token(self, tx: Session, locked: Locked, token_hash: str) -> Locked:
+        """Add the token by which a person consents, and has to be issued for that."""
+        found = tx.run(
+            "SELECT hash, approval_id, issued_to, used_at FROM handrail_approval_token"
+            " WHERE hash = :hash",
+            {"hash": token_hash},
+        )
+        if not found:
+            return locked
+        to = found[0]["issued_to"]
+        issued = IssuedToken(**{**found[0], "issued_to": None if to is None else plain(to)})
+        return replace(locked, issued=issued)
 
     def _with_pauses(self, tx: Session, row: Row, locked: Locked, tool: str) -> Locked:
         """Add what keeps a tool from being sent anything. A pause that was committed before this
         reads it stops the dispatch, since the run's lock is held until that is committed.
         """
+        who = locked.state.principal
         asked = {
             "tenant": row["tenant"],
             "workflow": row["workflow"],
             "tool": tool,
             "most": self.max_open_unknowns,
+            # Who has no name shares no limit with others.
+            "subject": None if who == Principal() else who.subject,
+            "most_open": self.max_open_handoffs,
         }
         (found,) = tx.run(statements.PAUSED, asked)
         most = self.max_open_unknowns
         crowded = most > 0 and found["doubtful"] >= most
-        return replace(locked, paused=found["paused"], crowded=crowded)
+        flooded = bool(self.max_open_handoffs) and found["open"] >= self.max_open_handoffs
+        return replace(locked, paused=found["paused"], crowded=crowded, flooded=flooded)
 
     def _lock_effect(
-        self, tx: Session, run_id: str, effect_id: str | None
+        self, tx: Session, run_id: str, effect_id: str | None, *, hold: bool = True
     ) -> tuple[Effect | None, int]:
         if effect_id is None:
             return None, 0
-        lock = statements.dialect(self._postgres).lock
+        lock = statements.dialect(self._postgres).lock if hold else ""
         found = tx.run(f"SELECT * FROM handrail_effect WHERE id = :id {lock}", {"id": effect_id})
         holders = tx.run(
             "SELECT count(*) AS others FROM handrail_effect_holder AS h"
@@ -801,27 +1015,38 @@ class Ledger:
         effect_id = upstream_key(row["tenant"], command.intent_key)
         recorded = plan.compensation if isinstance(plan, Plan) else None
         compensation = None if recorded is None else dumps(recorded.to_json())
+        asked = {
+            "id": effect_id,
+            "tenant": row["tenant"],
+            "intent_key": escaped(command.intent_key),
+            "tool": command.tool,
+            "contract_version": command.contract_version,
+            "arguments": dumps(dict(command.arguments)),
+            "arguments_hash": command.arguments_hash,
+            "terms": dumps(terms.to_json()),
+            "now": row["now"],
+            "compensation": compensation,
+            "compensates": plan.undoes if isinstance(plan, UndoPlan) else None,
+            "run_id": row["id"],
+        }
         inserted = tx.run(
             "INSERT INTO handrail_effect (id, tenant, intent_key, tool, contract_version,"
             " arguments, arguments_hash, terms, created_at, status, doubt, queries_left,"
-            " compensation, compensates)"
+            " compensation, compensates, planned_by)"
             " VALUES (:id, :tenant, :intent_key, :tool, :contract_version, :arguments,"
-            " :arguments_hash, :terms, :now, 'planned', 'none', 0, :compensation, :compensates)"
-            " ON CONFLICT DO NOTHING RETURNING id",
-            {
-                "id": effect_id,
-                "tenant": row["tenant"],
-                "intent_key": escaped(command.intent_key),
-                "tool": command.tool,
-                "contract_version": command.contract_version,
-                "arguments": dumps(dict(command.arguments)),
-                "arguments_hash": command.arguments_hash,
-                "terms": dumps(terms.to_json()),
-                "now": row["now"],
-                "compensation": compensation,
-                "compensates": plan.undoes if isinstance(plan, UndoPlan) else None,
-            },
+            " :arguments_hash, :terms, :now, 'planned', 'none', 0, :compensation, :compensates,"
+            " :run_id) ON CONFLICT DO NOTHING RETURNING id",
+            asked,
         )
+        if not inserted and isinstance(plan, Plan):
+            # What nobody was ever asked to do may be planned anew, by the run that has planned it.
+            tx.run(
+                "UPDATE handrail_effect SET tool = :tool, contract_version = :contract_version,"
+                " arguments = :arguments, arguments_hash = :arguments_hash, terms = :terms,"
+                " compensation = :compensation WHERE id = :id AND planned_by = :run_id"
+                " AND status = 'planned' AND token = 0 AND arguments_hash <> :arguments_hash",
+                asked,
+            )
         if not inserted and compensation is not None:
             # What was there before is read anew as long as nothing of the intent can be there yet.
             tx.run(
@@ -840,7 +1065,7 @@ class Ledger:
         phase: Callable[[RunState], Phase] | None,
         output_bytes: int,
         writer: str,
-    ) -> DueStep | None:
+    ) -> tuple[DueStep | None, tuple[Notice, ...]]:
         state, now, run_id = ruling.state, locked.now, locked.state.run_id
         traced, status = RunStatus(row["traced_status"]), RunStatus(row["status"])
         events = (*_untraced(traced, status, locked.state.step), *ruling.events)
@@ -880,10 +1105,13 @@ class Ledger:
             self._trace(tx, run_id, seq, events, writer, now)
         self._facts(tx, run_id, ruling, state.state_version)
         self._write_effect(tx, locked, ruling, writer)
-        self._write_people(tx, locked, ruling)
-        if not ruling.publish:
-            return None
-        return _due_of({**row, **changes, "id": run_id, "now": now, "epoch": changes["epoch"]})
+        news = self._write_people(tx, row, locked, ruling)
+        if state.status in TERMINAL and status not in TERMINAL:
+            news.append(_notice(News.RUN_STOPPED, state))
+        due = None
+        if ruling.publish:
+            due = _due_of({**row, **changes, "id": run_id, "now": now, "epoch": changes["epoch"]})
+        return due, tuple(news)
 
     def _when(self, row: Row, locked: Locked, ruling: Ruling) -> dict[str, Any]:
         """Who holds the run, when it is due, and when the sweep must look at it."""
@@ -914,14 +1142,24 @@ class Ledger:
         when |= {"due_at": None, "wake_at": None}
         if state.status in (RunStatus.AWAITING_APPROVAL, RunStatus.AWAITING_INPUT):
             # Waiting for a person uses no working time; the hard expiry does not pause.
-            waits = ruling.park.expires_ms if ruling.park else row["expires_at"] - now
+            waits = row["expires_at"] - now
+            if ruling.park is not None:
+                waits = ruling.park.expires_ms
+            elif ruling.answer_within_ms is not None:
+                waits = ruling.answer_within_ms
             wake_at = min(now + waits, row["expires_at"])
-            parked = {"deadline_at": None, "remaining_ms": max(0, locked.left_ms)}
-            return {**when, **parked, "wake_at": wake_at}
+            return {**when, **self._clock_stopped(locked), "wake_at": wake_at}
+        if state.status is RunStatus.HANDED_OFF:
+            # The sweep looks once more, to say that it waits for long.
+            wake_at = now + self.escalate_ms
+            return {**when, **self._clock_stopped(locked), "wake_at": wake_at}
         if state.status not in TERMINAL and state.status not in WITH_PERSON:
             pause = ruling.wake_in_ms if ruling.wake_in_ms is not None else self.lease_ms
             when["wake_at"] = now + pause
         return when
+
+    def _clock_stopped(self, locked: Locked) -> dict[str, Any]:
+        return {"deadline_at": None, "remaining_ms": max(0, locked.left_ms)}
 
     def _write_effect(self, tx: Session, locked: Locked, ruling: Ruling, writer: str) -> None:
         effect = locked.effect
@@ -969,8 +1207,10 @@ class Ledger:
         )
         assert updated, "the effect is locked"
 
-    def _write_people(self, tx: Session, locked: Locked, ruling: Ruling) -> None:
-        run_id, now = locked.state.run_id, locked.now
+    def _write_people(self, tx: Session, row: Row, locked: Locked, ruling: Ruling) -> list[Notice]:
+        now, news = locked.now, list[Notice]()
+        if ruling.consent is not None:
+            self._write_consent(tx, ruling.consent, now)
         if ruling.consumes_approval and locked.approval is not None:
             assert locked.effect is not None
             consumed = tx.run(
@@ -985,41 +1225,175 @@ class Ledger:
                 " decided_by = :decided_by WHERE id = :id AND status IN ('pending', 'approved')",
                 {
                     "id": locked.approval.id,
-                    "status": ruling.approval_status,
+                    "status": ruling.approval_status.value,
                     "now": now,
                     "decided_by": escaped(ruling.decided_by) if ruling.decided_by else None,
                 },
             )
-        if ruling.park is not None and ruling.park.kind is ParkKind.APPROVAL:
-            self._request_approval(tx, ruling.state, ruling.park, now)
-        if ruling.handoff is not None:
-            reason, about = ruling.handoff["reason"], locked.undoing or locked.effect
-            tx.run(
-                "INSERT INTO handrail_handoff (id, run_id, effect_id, reason, package, status,"
-                " opened_at) VALUES (:id, :run_id, :effect_id, :reason, :package, 'open', :now)"
-                " ON CONFLICT DO NOTHING",
-                {
-                    "id": self._new_id(),
-                    "run_id": run_id,
-                    "effect_id": about.id if about else None,
-                    "reason": reason,
-                    "package": canonical(ruling.handoff),
-                    "now": now,
-                },
+        elif ruling.state.status in TERMINAL and locked.approval is not None:
+            tx.run(  # what was agreed to is not to be done any more
+                "UPDATE handrail_approval SET status = 'withdrawn', decided_at = :now"
+                " WHERE run_id = :run_id AND status IN ('pending', 'approved')",
+                {"run_id": locked.state.run_id, "now": now},
             )
+        if ruling.park is not None and ruling.park.kind is ParkKind.APPROVAL:
+            asked = self._request_approval(tx, ruling.state, ruling.park, now)
+            news.append(_notice(News.APPROVAL_NEEDED, ruling.state, asked))
+        self._close_handoffs(tx, row, ruling, now)
+        if ruling.handoff is not None:
+            news += self._open_handoff(tx, locked, ruling, ruling.handoff)
+        if ruling.escalates:
+            news += self._escalate(tx, ruling.state, now)
+        if ruling.audit is not None:
+            append_audit(tx, ruling.audit, now, postgres=self._postgres)
+        return news
 
-    def _request_approval(self, tx: Session, state: RunState, park: Park, now: int) -> None:
-        action = park.action
-        assert action is not None
+    def _write_consent(self, tx: Session, consent: Consent, now: int) -> None:
+        spent = tx.run(
+            "UPDATE handrail_approval_token SET used_at = :now, used_by = :who"
+            " WHERE hash = :hash AND used_at IS NULL RETURNING hash",
+            {"hash": consent.token_hash, "who": escaped(consent.who), "now": now},
+        )
+        assert spent, "the run is locked, and tokens are spent under its lock"
         tx.run(
-            "INSERT INTO handrail_approval (id, run_id, step, state_version, tool,"
-            " contract_version, intent_key, arguments, arguments_hash, subject, status,"
-            " requested_at, expires_at) VALUES (:id, :run_id, :step, :state_version, :tool,"
-            " :contract_version, :intent_key, :arguments, :arguments_hash, :subject, 'pending',"
-            " :now, :expires_at)",
+            "INSERT INTO handrail_consent (approval_id, who, at, token_hash)"
+            " VALUES (:approval_id, :who, :now, :hash)",
+            {
+                "approval_id": consent.approval_id,
+                "who": escaped(consent.who),
+                "hash": consent.token_hash,
+                "now": now,
+            },
+        )
+
+    def _open_handoff(
+        self, tx: Session, locked: Locked, ruling: Ruling, package: Mapping[str, Json]
+    ) -> list[Notice]:
+        state, now, about = ruling.state, locked.now, locked.undoing or locked.effect
+        must_be_complete(state.run_id, package)
+        reason = Reason(str(package["reason"]))
+        asks = reason is Reason.CLARIFICATION_REQUIRED
+        # Its run may have ended, and wakes nobody any more: it does not wait to be escalated.
+        grave = reason is Reason.CONTRADICTION
+        within_ms = ruling.answer_within_ms
+        opened = tx.run(
+            "INSERT INTO handrail_handoff (id, run_id, tenant, workflow, tool, subject, effect_id,"
+            " reason, priority, package, status, opened_at, expires_at, escalates_at, escalated_at)"
+            " VALUES (:id, :run_id, :tenant, :workflow, :tool, :subject, :effect_id, :reason,"
+            " :priority, :package, 'open', :now, :expires_at, :escalates_at, :escalated_at)"
+            " ON CONFLICT DO NOTHING RETURNING id",
             {
                 "id": self._new_id(),
                 "run_id": state.run_id,
+                "tenant": state.tenant,
+                "workflow": state.workflow,
+                "tool": None if asks or about is None else about.tool,
+                "subject": state.principal.subject,
+                "effect_id": None if asks or about is None else about.id,
+                "reason": reason.value,
+                "priority": priority_of(reason),
+                "package": canonical(package),
+                "now": now,
+                "expires_at": now + within_ms if asks and within_ms is not None else None,
+                "escalates_at": None if asks or grave else now + self.escalate_ms,
+                "escalated_at": now if grave else None,
+            },
+        )
+        news = [News.QUESTION_ASKED if asks else News.HANDOFF_OPENED]
+        if grave:
+            news.append(News.HANDOFF_ESCALATED)
+        return [_notice(one, state, row["id"], reason) for row in opened for one in news]
+
+    def _close_handoffs(self, tx: Session, row: Row, ruling: Ruling, now: int) -> None:
+        """Close what a person has decided, and what a run that rests no more has left open."""
+        done = ruling.closing
+        if done is not None:
+            closed = tx.run(
+                "UPDATE handrail_handoff SET status = 'resolved', version = version + 1,"
+                " resolution = :resolution, resolved_at = :now, resolved_by = :who,"
+                " resolved_reason = :reason, resolved_evidence = :evidence"
+                " WHERE id = :id AND status = 'open' RETURNING id",
+                {
+                    "id": done.handoff.id,
+                    "resolution": done.resolution,
+                    "who": escaped(done.who),
+                    "reason": escaped(done.reason),
+                    "evidence": escaped(done.evidence),
+                    "now": now,
+                },
+            )
+            assert closed, "the handoff is locked"
+        before, after = RunStatus(row["status"]), ruling.state.status
+        if before is after or before not in (RunStatus.HANDED_OFF, RunStatus.AWAITING_INPUT):
+            return
+        tx.run(  # what a person was asked to agree to is not to be done any more
+            "UPDATE handrail_approval SET status = 'withdrawn', decided_at = :now"
+            " WHERE run_id = :run_id AND status = 'pending'",
+            {"run_id": row["id"], "now": now},
+        )
+        told, reason = ruling.state.told, ruling.state.reason
+        ended = "answered" if isinstance(told, Answered) else "superseded"
+        if before is RunStatus.AWAITING_INPUT and reason is not None:
+            ended = reason.value
+        tx.run(
+            "UPDATE handrail_handoff SET status = 'resolved', version = version + 1,"
+            " resolution = :resolution, resolved_at = :now, resolved_by = :who"
+            " WHERE run_id = :run_id AND status = 'open' AND reason <> 'contradiction'",
+            {
+                "run_id": row["id"],
+                "resolution": ended,
+                "now": now,
+                "who": escaped(told.author) if isinstance(told, Answered) else None,
+            },
+        )
+
+    def _escalate(self, tx: Session, state: RunState, now: int) -> list[Notice]:
+        """Mark what has waited too long; what is put aside by a person, once it is not any more."""
+        escalated = tx.run(
+            "UPDATE handrail_handoff SET escalated_at = :now, version = version + 1,"
+            " priority = CASE WHEN priority > 1 THEN priority - 1 ELSE 1 END"
+            " WHERE run_id = :run_id AND status = 'open' AND escalated_at IS NULL"
+            " AND escalates_at <= :now AND (snoozed_until IS NULL OR snoozed_until <= :now)"
+            " RETURNING id, reason",
+            {"run_id": state.run_id, "now": now},
+        )
+        tx.run(
+            "UPDATE handrail_run SET wake_at = (SELECT min(CASE"
+            " WHEN snoozed_until > escalates_at THEN snoozed_until ELSE escalates_at END)"
+            " FROM handrail_handoff WHERE run_id = :run_id AND status = 'open'"
+            " AND escalated_at IS NULL AND escalates_at IS NOT NULL) WHERE id = :run_id",
+            {"run_id": state.run_id},
+        )
+        return [
+            _notice(News.HANDOFF_ESCALATED, state, row["id"], Reason(row["reason"]))
+            for row in escalated
+        ]
+
+    def _request_approval(self, tx: Session, state: RunState, park: Park, now: int) -> str:
+        action, terms = park.action, park.terms
+        assert action is not None and terms is not None
+        approval_id = self._new_id()
+        tx.run(  # what was asked for before this is not to be done any more
+            "UPDATE handrail_approval SET status = 'withdrawn', decided_at = :now"
+            " WHERE run_id = :run_id AND status IN ('pending', 'approved')",
+            {"run_id": state.run_id, "now": now},
+        )
+        tx.run(
+            "INSERT INTO handrail_approval (id, run_id, tenant, workflow, step, state_version,"
+            " tool, contract_version, contract_hash, intent_key, arguments, arguments_hash, amount,"
+            " subject, approvers, requester_approves, status, requested_at, expires_at)"
+            " VALUES (:id, :run_id, :tenant, :workflow, :step, :state_version, :tool,"
+            " :contract_version, :contract_hash, :intent_key, :arguments, :arguments_hash, :amount,"
+            " :subject, :approvers, :requester_approves, 'pending', :now, :expires_at)",
+            {
+                "id": approval_id,
+                "run_id": state.run_id,
+                "tenant": state.tenant,
+                "workflow": state.workflow,
+                "contract_hash": terms.contract_hash,
+                "amount": terms.amount,
+                "approvers": terms.approvers,
+                "requester_approves": int(terms.requester_approves),
                 "step": state.step,
                 "state_version": action.state_version,
                 "tool": action.tool,
@@ -1032,6 +1406,7 @@ class Ledger:
                 "expires_at": now + park.expires_ms,
             },
         )
+        return approval_id
 
     # ---- the sweep -------------------------------------------------------------------------------
 
@@ -1111,42 +1486,43 @@ class Ledger:
 
     # ---- pauses ----------------------------------------------------------------------------------
 
-    def pause(self, scope: Scope, name: str, *, reason: str, by: str) -> Pause:
+    def pause(self, scope: Scope, name: str, *, entry: AuditEntry) -> Pause:
         """Let nothing be dispatched in a scope; returns the pause in force. Where it is paused
         already, the new words count and the moment stays.
         """
-        now = PG_NOW if self._postgres else ":now"
-        params = {"scope": scope.value, "name": name, "reason": reason, "by": by}
-        (row,) = self._again(
-            lambda: self.database.run(
+        params = {"scope": scope.value, "name": name, "reason": entry.reason, "by": entry.actor}
+
+        def write(tx: Session, now: int) -> dict[str, Any]:
+            (row,) = tx.run(
                 "INSERT INTO handrail_pause (scope, name, reason, paused_by, paused_at)"
-                f" VALUES (:scope, :name, :reason, :by, {now}) ON CONFLICT (scope, name)"
+                " VALUES (:scope, :name, :reason, :by, :now) ON CONFLICT (scope, name)"
                 " DO UPDATE SET reason = excluded.reason, paused_by = excluded.paused_by"
                 " RETURNING reason, paused_by, paused_at",
-                self._timed(params),
+                {**params, "now": now},
             )
-        )
-        return Pause(scope=scope, name=name, **row)
+            append_audit(tx, entry, now, postgres=self._postgres)
+            return row
 
-    def resume(self, scope: Scope, name: str) -> bool:
-        """Lift a pause and make due what waits on one; returns whether there was one."""
-        lifted: list[dict[str, Any]] = []
+        return Pause(scope=scope, name=name, **self.people.transact(write))
 
-        def lift() -> bool:
-            with self.database.transaction() as tx:
-                lifted.extend(
-                    tx.run(
-                        "DELETE FROM handrail_pause WHERE scope = :scope AND name = :name"
-                        " RETURNING scope",
-                        {"scope": scope.value, "name": name},
-                    )
-                )
-                if lifted:
-                    waiting = self._timed({"within_ms": PAUSED_MS})
-                    tx.run(statements.set_going(self._postgres), waiting)
+    def resume(self, scope: Scope, name: str, *, entry: AuditEntry) -> bool:
+        """Lift a pause and make due what waits on one, compensations too; returns whether it was
+        there.
+        """
+
+        def lift(tx: Session, now: int) -> bool:
+            lifted = tx.run(
+                "DELETE FROM handrail_pause WHERE scope = :scope AND name = :name RETURNING scope",
+                {"scope": scope.value, "name": name},
+            )
+            if lifted:
+                waiting = self._timed({"within_ms": PAUSED_MS})
+                tx.run(statements.set_going(self._postgres), waiting)
+                tx.run(statements.hurry_undoing(self._postgres), waiting)
+                append_audit(tx, entry, now, postgres=self._postgres)
             return bool(lifted)
 
-        return self._again(lift)  # what was found is remembered, whichever answer was lost
+        return self.people.transact(lift)
 
     def _put_off(self, waiting: Sequence[str]) -> set[str]:
         """Let those go on waiting whose pause is still in force; returns which.
@@ -1229,14 +1605,30 @@ class Ledger:
         ]
 
     def list_runs(
-        self, *, status: str | None = None, workflow: str | None = None, limit: int = 50
+        self,
+        *,
+        status: str | None = None,
+        workflow: str | None = None,
+        tenant: str | None = None,
+        reason: str | None = None,
+        tool: str | None = None,
+        older_than_ms: int = 0,
+        limit: int = 50,
     ) -> list[dict[str, Any]]:
-        """List runs, newest first."""
-        where, params = ["1 = 1"], {"limit": limit}
-        for name, value in (("status", status), ("workflow", workflow)):
-            if value is not None:
-                where.append(f"{name} = :{name}")
-                params[name] = value  # type: ignore[assignment]
+        """List runs, newest first; with `tool` those that have sent, or rest on, a write of it."""
+        wanted = {"status": status, "workflow": workflow, "tenant": tenant, "reason": reason}
+        where, params = _equal(wanted)
+        params["limit"] = limit
+        if tool is not None:
+            where.append(
+                "id IN (SELECT owner_run_id FROM handrail_effect WHERE tool = :tool"
+                " UNION SELECT h.run_id FROM handrail_effect_holder AS h"
+                " JOIN handrail_effect AS e ON e.id = h.effect_id WHERE e.tool = :tool)"
+            )
+            params["tool"] = tool
+        if older_than_ms:
+            where.append("created_at <= :before")
+            params["before"] = self.now() - older_than_ms
         return self.database.run(
             "SELECT id, tenant, workflow, workflow_version, status, reason, step, created_at,"
             " steps_left, model_calls_left, tool_calls_left, tool_calls_reserved, budget"
@@ -1246,12 +1638,32 @@ class Ledger:
         )
 
     def effects(
-        self, *, run_id: str | None = None, unresolved: bool = False
+        self,
+        *,
+        run_id: str | None = None,
+        unresolved: bool = False,
+        status: str | None = None,
+        tool: str | None = None,
+        tenant: str | None = None,
+        workflow: str | None = None,
+        older_than_ms: int = 0,
+        limit: int | None = None,
     ) -> list[dict[str, Any]]:
         """List effects, oldest first, with their age in doubt in milliseconds where they have
         one.
         """
-        where, params = ["1 = 1"], {}
+        where, params = _equal({"status": status, "tool": tool, "tenant": tenant})
+        if workflow is not None:
+            where.append("owner_run_id IN (SELECT id FROM handrail_run WHERE workflow = :workflow)")
+            params["workflow"] = workflow
+        now = self.now()
+        if older_than_ms:
+            where.append("created_at <= :before")
+            params["before"] = now - older_than_ms
+        bound = ""
+        if limit is not None:
+            bound = "LIMIT :limit"
+            params["limit"] = limit
         if run_id is not None:
             where.append(
                 "(owner_run_id = :run_id OR id IN"
@@ -1262,9 +1674,10 @@ class Ledger:
         if unresolved:
             where.append("unknown_since IS NOT NULL")
         rows = self.database.run(
-            f"SELECT * FROM handrail_effect WHERE {' AND '.join(where)} ORDER BY created_at", params
+            f"SELECT * FROM handrail_effect WHERE {' AND '.join(where)}"
+            f" ORDER BY created_at, id {bound}",
+            params,
         )
-        now = self.now()
         return [_effect_info(row, now) for row in rows]
 
     def effect(self, effect_id: str) -> Effect:
@@ -1291,27 +1704,6 @@ class Ledger:
         )
         return [{**row, "detail": json.loads(row["detail"])} for row in rows]
 
-    def handoffs(self, *, run_id: str | None = None) -> list[dict[str, Any]]:
-        """List open handoffs, oldest first."""
-        only = "" if run_id is None else " AND run_id = :run_id"
-        rows = self.database.run(
-            "SELECT id, run_id, effect_id, reason, package, opened_at FROM handrail_handoff"
-            f" WHERE status = 'open'{only} ORDER BY opened_at",
-            {} if run_id is None else {"run_id": run_id},
-        )
-        return [{**row, "package": json.loads(row["package"])} for row in rows]
-
-    def approvals(self, *, run_id: str | None = None) -> list[dict[str, Any]]:
-        """List requests for approval that are open, oldest first, with the exact arguments."""
-        only = "" if run_id is None else " AND run_id = :run_id"
-        rows = self.database.run(
-            "SELECT id, run_id, tool, contract_version, arguments, arguments_hash, subject,"
-            " requested_at, expires_at FROM handrail_approval"
-            f" WHERE status = 'pending'{only} ORDER BY requested_at",
-            {} if run_id is None else {"run_id": run_id},
-        )
-        return [{**row, "arguments": json.loads(row["arguments"])} for row in rows]
-
     def figures(self) -> dict[str, Any]:
         """What an operator watches: runs that are not over, what the sweep has before it, doubts.
 
@@ -1335,6 +1727,7 @@ class Ledger:
             "unknown_effects": counted["unknown"],
             "oldest_unknown_ms": 0 if unknown_since is None else now - unknown_since,
             "open_handoffs": counted["handoffs"],
+            "open_questions": counted["questions"],
             "at_least": MOST_COUNTED
             in (*backlog.values(), *runs.values(), counted["unknown"], counted["handoffs"]),
             "heartbeats": heartbeats,
@@ -1411,6 +1804,24 @@ class Ruled:
     ruling: Ruling | None
     due: DueStep | None
     repeated: bool = False  # it was decided before, under the same id
+    news: tuple[Notice, ...] = ()
+    act: tuple[int, str] | None = None  # the audit entry that was written with it
+
+
+def _notice(
+    news: News, state: RunState, of: str | None = None, reason: Reason | None = None
+) -> Notice:
+    about = reason or state.reason
+    return Notice(
+        news=news,
+        run_id=state.run_id,
+        tenant=state.tenant,
+        workflow=state.workflow,
+        subject=state.principal.subject,
+        status=state.status.value,
+        reason=about.value if about else None,
+        id=of,
+    )
 
 
 def _commit_sql(commit: _Commit) -> str:
@@ -1481,6 +1892,12 @@ def _is_plainly_due(row: Row) -> bool:
         and (row["deadline_at"] is None or row["deadline_at"] > row["now"])
         and row["expires_at"] > row["now"]
     )
+
+
+def _equal(columns: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """Conditions that columns equal what is asked for, where anything is, and their parameters."""
+    params = {name: value for name, value in columns.items() if value is not None}
+    return ["1 = 1", *(f"{name} = :{name}" for name in params)], params
 
 
 def _effect_info(row: Row, now: int) -> dict[str, Any]:

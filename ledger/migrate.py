@@ -43,7 +43,14 @@ __all__ = [
 ]
 
 #: Records: written once, deleted with their run, never changed.
-APPEND_ONLY: Final = ("handrail_trace", "handrail_observation", "handrail_evidence")
+APPEND_ONLY: Final = (
+    "handrail_trace",
+    "handrail_observation",
+    "handrail_evidence",
+    "handrail_consent",
+    "handrail_comment",
+    "handrail_audit",
+)
 
 _OURS: Final = "handrail_"
 _LOCK_KEY: Final = int.from_bytes(b"handrail", "big")  # an advisory lock's key has 64 bits

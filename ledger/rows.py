@@ -8,6 +8,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
+from handrail.agent.approvals import Approval, ApprovalStatus, ApprovalTerms
 from handrail.agent.budget import Budget, BudgetLeft, CallLimits
 from handrail.agent.canonical import Json, dumps, normal
 from handrail.agent.commands import (
@@ -25,7 +26,7 @@ from handrail.agent.effects import (
     Trigger,
 )
 from handrail.agent.machine import Level, Mode, RunState
-from handrail.agent.protocol import Approval
+from handrail.agent.protocol import OpenHandoff
 from handrail.agent.stage import Observation
 from handrail.agent.status import Reason, RunStatus
 from handrail.agent.tools import Principal
@@ -111,6 +112,11 @@ def _limits(text: str) -> CallLimits:
     return CallLimits(**json.loads(text))
 
 
+@lru_cache(maxsize=1_024)
+def _terms(text: str) -> Terms:
+    return Terms(**json.loads(text))
+
+
 def state_columns(state: RunState) -> dict[str, Any]:
     """The mutable columns of a run's state, budget left out: that moves by its own rules."""
     return {
@@ -136,7 +142,7 @@ def effect_of(row: Row) -> Effect:
         contract_version=row["contract_version"],
         arguments=MappingProxyType(json.loads(row["arguments"])),
         arguments_hash=row["arguments_hash"],
-        terms=Terms(**json.loads(row["terms"])),
+        terms=_terms(row["terms"]),
         status=EffectStatus(row["status"]),
         token=row["token"],
         dispatcher=row["dispatcher"],
@@ -184,17 +190,43 @@ def effect_columns(effect: Effect) -> dict[str, Any]:
     }
 
 
-def approval_of(row: Row) -> Approval:
-    """Build an approval."""
+def approval_of(row: Row, consents: Iterable[str] = ()) -> Approval:
+    """Build an approval; `consents` are the people who have agreed, as they are stored."""
     return Approval(
         id=row["id"],
-        status=row["status"],
+        run_id=row["run_id"],
+        tenant=row["tenant"],
+        workflow=row["workflow"],
+        status=ApprovalStatus(row["status"]),
+        step=row["step"],
+        state_version=row["state_version"],
         tool=row["tool"],
         contract_version=row["contract_version"],
         intent_key=None if row["intent_key"] is None else plain(row["intent_key"]),
+        arguments=MappingProxyType(json.loads(row["arguments"])),
         arguments_hash=row["arguments_hash"],
-        state_version=row["state_version"],
+        subject=row["subject"],
+        terms=ApprovalTerms(
+            contract_hash=row["contract_hash"],
+            amount=row["amount"],
+            approvers=row["approvers"],
+            requester_approves=bool(row["requester_approves"]),
+        ),
+        requested_at=row["requested_at"],
         expires_at=row["expires_at"],
+        consents=tuple(map(plain, consents)),
+    )
+
+
+def handoff_row(row: Row) -> OpenHandoff:
+    """Build an open handoff, as a decision takes it."""
+    return OpenHandoff(
+        id=row["id"],
+        reason=Reason(row["reason"]),
+        effect_id=row["effect_id"],
+        claimed_by=None if row["claimed_by"] is None else plain(row["claimed_by"]),
+        claimed_until=row["claimed_until"],
+        version=row["version"],
     )
 
 
@@ -231,6 +263,7 @@ __all__ = [
     "effect_of",
     "escaped",
     "events_text",
+    "handoff_row",
     "plain",
     "state_columns",
     "state_of",

@@ -227,9 +227,11 @@ INSERT_TRACE = """
 INSERT_OBSERVATION = """
     INSERT INTO handrail_observation (run_id, seq, source, text, digest)
     VALUES (:run_id, :seq, :source, :text, :digest)"""
+#: What is no fact leaves the version as it was: of two consents at one version the later counts.
 INSERT_OUTPUT = """
     INSERT INTO handrail_output (run_id, name, version, value)
-    VALUES (:run_id, :name, :version, :value)"""
+    VALUES (:run_id, :name, :version, :value)
+    ON CONFLICT (run_id, name, version) DO UPDATE SET value = excluded.value"""
 
 
 @lru_cache(maxsize=16)
@@ -249,7 +251,8 @@ def commit_in_one(*, due: bool, traces: bool, observes: bool, outputs: int) -> s
     for number in range(outputs):
         parts.append(f""", output_{number} AS (
             INSERT INTO handrail_output (run_id, name, version, value)
-            SELECT id, :name_{number}, :state_version, :value_{number} FROM run)""")
+            SELECT id, :name_{number}, :state_version, :value_{number} FROM run
+            ON CONFLICT (run_id, name, version) DO UPDATE SET value = excluded.value)""")
     parts.append(" SELECT now FROM run")
     return "".join(parts)
 
@@ -329,18 +332,25 @@ def unclaimed(postgres: bool) -> str:
 
 
 RENEW_POSTGRES = f"""
-    UPDATE handrail_run AS r SET
-        lease_until = GREATEST(r.lease_until, LEAST(c.now + :lease_ms, v.until)),
-        wake_at = GREATEST(r.lease_until, LEAST(c.now + :lease_ms, v.until))
-    FROM (SELECT h.id, asked.until
-            FROM unnest(:ids::text[], :claims::text[], :untils::bigint[])
-                AS asked(id, claim_id, until)
-            JOIN handrail_run AS h ON h.id = asked.id AND h.claim_id = asked.claim_id
-            WHERE h.lease_until IS NOT NULL
-            ORDER BY h.id COLLATE "C" FOR UPDATE OF h) AS v,  -- in the order of `Ledger.claim_each`
-        (SELECT {PG_NOW} AS now) AS c
-    WHERE r.id = v.id
-    RETURNING r.claim_id, r.cancel_requested_at"""
+    WITH mine AS (
+        SELECT h.id, h.claim_id, asked.until
+        FROM unnest(:ids::text[], :claims::text[], :untils::bigint[])
+            AS asked(id, claim_id, until)
+        JOIN handrail_run AS h ON h.id = asked.id AND h.claim_id = asked.claim_id
+        WHERE h.lease_until IS NOT NULL),
+    free AS (  -- one that somebody holds is not waited for: its turn comes again in time
+        SELECT h.id, mine.until
+        FROM mine JOIN handrail_run AS h ON h.id = mine.id AND h.claim_id = mine.claim_id
+        WHERE h.lease_until IS NOT NULL FOR UPDATE OF h SKIP LOCKED),
+    renewed AS (
+        UPDATE handrail_run AS r SET
+            lease_until = GREATEST(r.lease_until, LEAST(c.now + :lease_ms, v.until)),
+            wake_at = GREATEST(r.lease_until, LEAST(c.now + :lease_ms, v.until))
+        FROM free AS v, (SELECT {PG_NOW} AS now) AS c
+        WHERE r.id = v.id
+        RETURNING r.claim_id, r.cancel_requested_at)
+    SELECT mine.claim_id, renewed.claim_id IS NOT NULL AS renewed, renewed.cancel_requested_at
+    FROM mine LEFT JOIN renewed ON renewed.claim_id = mine.claim_id"""
 RENEW_SQLITE = """
     UPDATE handrail_run AS r SET
         lease_until = max(r.lease_until, min(:now + :lease_ms,
@@ -351,7 +361,7 @@ RENEW_SQLITE = """
              WHERE json_extract(v.value, '$[0]') = r.id)))
     WHERE r.lease_until IS NOT NULL AND (r.id, r.claim_id) IN (
         SELECT json_extract(value, '$[0]'), json_extract(value, '$[1]') FROM json_each(:held))
-    RETURNING claim_id, cancel_requested_at"""
+    RETURNING claim_id, 1 AS renewed, cancel_requested_at"""
 
 
 @lru_cache(maxsize=2)
@@ -363,9 +373,9 @@ def give_back(postgres: bool) -> str:
     """
     d = dialect(postgres)
     held = "r.claim_id IN (SELECT value FROM json_each(:claims))"
-    if postgres:  # locked in the order of `Ledger.claim_each`
+    if postgres:  # one that somebody holds keeps the others waiting no longer: its lease runs out
         held = """r.id = ANY (ARRAY(SELECT id FROM handrail_run WHERE claim_id = ANY(:claims)
-                ORDER BY id COLLATE "C" FOR UPDATE)) AND r.claim_id = ANY(:claims)"""
+                FOR UPDATE SKIP LOCKED)) AND r.claim_id = ANY(:claims)"""
     unused = "= ANY(:unused)" if postgres else "IN (SELECT value FROM json_each(:unused))"
     return f"""
         UPDATE handrail_run AS r SET
@@ -384,8 +394,8 @@ def give_back(postgres: bool) -> str:
             tool_calls_left, traceparent, {d.now} AS now"""
 
 
-#: What keeps a write from being dispatched: the widest pause that it is under, and how much of its
-#: tool is in doubt, counted no further than it matters.
+#: What keeps a write from being dispatched: the widest pause that it is under, how much of its tool
+#: is in doubt, and how much of its subject is with people, counted no further than it matters.
 PAUSED: Final = """
     SELECT (SELECT scope || ':' || name FROM handrail_pause
             WHERE (scope = 'fleet' AND name = '') OR (scope = 'tenant' AND name = :tenant)
@@ -394,7 +404,9 @@ PAUSED: Final = """
                 ELSE 3 END
             LIMIT 1) AS paused,
         (SELECT count(*) FROM (SELECT 1 FROM handrail_effect
-            WHERE tool = :tool AND unknown_since IS NOT NULL LIMIT :most) AS doubts) AS doubtful"""
+            WHERE tool = :tool AND unknown_since IS NOT NULL LIMIT :most) AS doubts) AS doubtful,
+        (SELECT count(*) FROM (SELECT 1 FROM handrail_handoff WHERE tenant = :tenant
+            AND subject = :subject AND status = 'open' LIMIT :most_open) AS matters) AS open"""
 
 
 @lru_cache(maxsize=2)
@@ -410,6 +422,22 @@ def set_going(postgres: bool) -> str:
                 AND due_at IS NOT NULL AND deadline_at IS NULL {d.skip_locked})"""
     return f"""
         UPDATE handrail_run AS r SET due_at = {d.now}, wake_at = {d.now} {d.clock}
+        WHERE r.id {f"= ANY (ARRAY{waiting})" if postgres else f"IN {waiting}"}"""
+
+
+@lru_cache(maxsize=2)
+def hurry_undoing(postgres: bool) -> str:
+    """Have the sweep look at once at the compensations that may wait on a pause.
+
+    One that waits for something else is looked at early, and goes on waiting.
+    """
+    d = dialect(postgres)
+    now = f"(SELECT {PG_NOW})" if postgres else ":now"
+    waiting = f"""(SELECT id FROM handrail_run
+            WHERE wake_at <= {now} + :within_ms AND status = 'reconciling'
+                AND undoing_effect_id IS NOT NULL {d.skip_locked})"""
+    return f"""
+        UPDATE handrail_run AS r SET wake_at = {d.now} {d.clock}
         WHERE r.id {f"= ANY (ARRAY{waiting})" if postgres else f"IN {waiting}"}"""
 
 
@@ -456,13 +484,15 @@ FIGURES: Final = f"""
         {_counted("handrail_effect", "unknown_since IS NOT NULL")} AS unknown,
         (SELECT min(unknown_since) FROM handrail_effect
             WHERE unknown_since IS NOT NULL) AS unknown_since,
-        {_counted("handrail_handoff", "status = 'open'")} AS handoffs"""
+        {_counted("handrail_handoff", "status = 'open' AND priority < 4")} AS handoffs,
+        {_counted("handrail_handoff", "status = 'open' AND priority = 4")} AS questions"""
 
 #: Runs that are not over, by status: those that the sweep will look at, and those that a person has
 #: to.
 RUNS_UNDER_WAY: Final = """
     SELECT status, count(*) AS runs FROM (SELECT status FROM handrail_run
-        WHERE wake_at IS NOT NULL AND status <> 'reconciling' LIMIT :most) AS r GROUP BY status
+        WHERE wake_at IS NOT NULL AND status <> 'reconciling' AND status <> 'handed_off'
+        LIMIT :most) AS r GROUP BY status
     UNION ALL SELECT 'reconciling', count(*) FROM (SELECT 1 FROM handrail_run
         WHERE wake_at IS NOT NULL AND status = 'reconciling' LIMIT :most) AS r
     UNION ALL SELECT 'handed_off', count(*) FROM (SELECT 1 FROM handrail_run

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from sqlalchemy import BigInteger, CheckConstraint, Index, MetaData, Text, text
 from sqlmodel import Field, SQLModel
 
+from handrail.agent.approvals import ApprovalStatus
 from handrail.agent.budget import Phase
 from handrail.agent.effects import Doubt, EffectStatus, Trigger
 from handrail.agent.machine import Mode
@@ -276,6 +277,7 @@ class EffectRow(Table, table=True):
     approval_id: str | None = _text(null=True)
     compensation: str | None = _text(null=True)  # how it is undone, recorded before it is sent
     compensates: str | None = _text(null=True)  # the effect that it was planned to undo
+    planned_by: str | None = _text(null=True)  # the run that may plan it anew until it is sent
 
 
 class EffectHolderRow(Table, table=True):
@@ -309,13 +311,11 @@ class ApprovalRow(Table, table=True):
 
     __tablename__: ClassVar[str] = "handrail_approval"
     __table_args__ = (
-        CheckConstraint(
-            "status IN ('pending', 'approved', 'rejected', 'expired', 'withdrawn', 'consumed')",
-            name="handrail_approval_status",
-        ),
+        CheckConstraint(one_of("status", ApprovalStatus), name="handrail_approval_status"),
         CheckConstraint(
             "(status = 'consumed') = (effect_id IS NOT NULL)", name="handrail_approval_consumed"
         ),
+        CheckConstraint("approvers IN (1, 2)", name="handrail_approval_approvers"),
         Index("handrail_approval_run", "run_id"),
         Index(
             "handrail_approval_open",
@@ -324,18 +324,30 @@ class ApprovalRow(Table, table=True):
             postgresql_where=text("status = 'pending'"),
             sqlite_where=text("status = 'pending'"),
         ),
+        Index(
+            "handrail_approval_queue",
+            "requested_at",
+            postgresql_where=text("status = 'pending'"),
+            sqlite_where=text("status = 'pending'"),
+        ),
     )
 
     id: str = _text(key=True)
     run_id: str = Field(foreign_key="handrail_run.id", sa_type=Text)
+    tenant: str = _text()
+    workflow: str = _text()
     step: int = _int()
     state_version: int = _int()
     tool: str = _text()
     contract_version: str = _text()
+    contract_hash: str = _text()
     intent_key: str | None = _text(null=True)
     arguments: str = _text()
     arguments_hash: str = _text()
+    amount: int | None = _int(null=True)
     subject: str = _text()
+    approvers: int = _int()
+    requester_approves: int = _int()  # 0 or 1
     status: str = _text()
     requested_at: int = _int()
     expires_at: int = _int()
@@ -344,13 +356,65 @@ class ApprovalRow(Table, table=True):
     effect_id: str | None = _text(null=True)
 
 
+class ApprovalTokenRow(Table, table=True):
+    """A token by which a person may consent, once; only its hash is known here."""
+
+    __tablename__: ClassVar[str] = "handrail_approval_token"
+    __table_args__ = (
+        CheckConstraint(
+            "(used_at IS NULL) = (used_by IS NULL)", name="handrail_approval_token_used"
+        ),
+        Index("handrail_approval_token_of", "approval_id"),
+    )
+
+    hash: str = _text(key=True)
+    approval_id: str = Field(foreign_key="handrail_approval.id", sa_type=Text)
+    issued_to: str | None = _text(null=True)
+    issued_at: int = _int()
+    used_at: int | None = _int(null=True)
+    used_by: str | None = _text(null=True)
+
+
+class ConsentRow(Table, table=True):
+    """A person's consent to one request: nobody counts twice."""
+
+    __tablename__: ClassVar[str] = "handrail_consent"
+
+    approval_id: str = Field(primary_key=True, foreign_key="handrail_approval.id", sa_type=Text)
+    who: str = _text(key=True)
+    at: int = _int()
+    token_hash: str = _text()
+
+
 class HandoffRow(Table, table=True):
     """A package for a person: why, what is verified, what was about to be done, what is left."""
 
     __tablename__: ClassVar[str] = "handrail_handoff"
     __table_args__ = (
         CheckConstraint("status IN ('open', 'resolved')", name="handrail_handoff_status"),
+        CheckConstraint(
+            "(status = 'resolved') = (resolution IS NOT NULL AND resolved_at IS NOT NULL)",
+            name="handrail_handoff_resolved",
+        ),
+        CheckConstraint(
+            "(claimed_by IS NULL) = (claimed_until IS NULL)", name="handrail_handoff_claimed"
+        ),
         Index("handrail_handoff_run", "run_id"),
+        # Each dispatch counts what is open of its subject.
+        Index(
+            "handrail_handoff_subject",
+            "tenant",
+            "subject",
+            postgresql_where=text("status = 'open'"),
+            sqlite_where=text("status = 'open'"),
+        ),
+        Index(
+            "handrail_handoff_queue",
+            "priority",
+            "opened_at",
+            postgresql_where=text("status = 'open'"),
+            sqlite_where=text("status = 'open'"),
+        ),
         Index(
             "handrail_handoff_open",
             "run_id",
@@ -363,12 +427,90 @@ class HandoffRow(Table, table=True):
 
     id: str = _text(key=True)
     run_id: str = Field(foreign_key="handrail_run.id", sa_type=Text)
+    tenant: str = _text()
+    workflow: str = _text()
+    tool: str | None = _text(null=True)
+    subject: str = _text()
     effect_id: str | None = _text(null=True)
     reason: str = _text()
+    priority: int = _int()  # 1 is the most urgent
     package: str = _text()
     status: str = _text()
+    version: int = _int(default=0)
     opened_at: int = _int()
+    expires_at: int | None = _int(null=True)  # of a question
+    escalates_at: int | None = _int(null=True)
+    escalated_at: int | None = _int(null=True)
+    claimed_by: str | None = _text(null=True)
+    claimed_until: int | None = _int(null=True)
+    assigned_to: str | None = _text(null=True)
+    snoozed_until: int | None = _int(null=True)
+    resolution: str | None = _text(null=True)
     resolved_at: int | None = _int(null=True)
+    resolved_by: str | None = _text(null=True)
+    resolved_reason: str | None = _text(null=True)
+    resolved_evidence: str | None = _text(null=True)
+
+
+class CommentRow(Table, table=True):
+    """What a person has noted about a handoff, append-only."""
+
+    __tablename__: ClassVar[str] = "handrail_comment"
+    __table_args__ = (Index("handrail_comment_handoff", "handoff_id", "at"),)
+
+    id: str = _text(key=True)
+    handoff_id: str = Field(foreign_key="handrail_handoff.id", sa_type=Text)
+    at: int = _int()
+    who: str = _text()
+    text: str = _text()
+
+
+class PrincipalRow(Table, table=True):
+    """A person who may look at runs and decide about them: the roles, and the tenants they are
+    for.
+    """
+
+    __tablename__: ClassVar[str] = "handrail_principal"
+
+    subject: str = _text(key=True)
+    roles: str = _text()
+    tenants: str | None = _text(null=True)  # a JSON list; none: all
+    admitted_at: int = _int()
+
+
+class AuditRow(Table, table=True):
+    """One act of a person, append-only and chained: an edit or a gap shows."""
+
+    __tablename__: ClassVar[str] = "handrail_audit"
+    __table_args__ = (
+        Index("handrail_audit_actor", "actor", "at"),
+        Index("handrail_audit_run", "run_id"),
+    )
+
+    seq: int = _int(key=True)
+    at: int = _int()
+    actor: str = _text()
+    roles: str = _text()
+    act: str = _text()
+    tenant: str | None = _text(null=True)
+    run_id: str | None = _text(null=True)
+    target: str = _text()
+    reason: str = _text()
+    before: str = _text()
+    after: str = _text()
+    previous: str = _text()
+    hash: str = _text()
+
+
+class AuditHeadRow(Table, table=True):
+    """The last entry of the audit: whoever appends locks it, so that there is one chain."""
+
+    __tablename__: ClassVar[str] = "handrail_audit_head"
+    __table_args__ = (CheckConstraint("id = 1", name="handrail_audit_head_one"),)
+
+    id: int = _int(key=True)
+    seq: int = _int()
+    hash: str = _text()
 
 
 class WorkerRow(Table, table=True):

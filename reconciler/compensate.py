@@ -1,64 +1,44 @@
 """How a write is undone: the reconciler's side of a compensation.
 
 A compensation is an effect of its own, under the same protocol as any write: planned by its own
-intent, locked, dispatched, looked at once more, called with its key and time limit, and judged by
-its token. No lease is involved: the fence is the effect's token and its dispatcher, so that a sweep
-that dies in between leaves what the next one finds.
+intent, locked, dispatched, and sent as a worker sends (see `handrail.tasks.sender`). No lease is
+involved: the fence is the effect's token and its dispatcher, so that a sweep that dies in between
+leaves what the next one finds.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 from handrail.agent import protocol
 from handrail.agent.effects import Effect, Terms
 from handrail.agent.errors import InvalidDefinition
-from handrail.agent.loop import observation_of, permission, plain
-from handrail.agent.machine import RunState
-from handrail.agent.protocol import Dispatch, Go, Locked, Outcome, Ruling
-from handrail.agent.stage import End, InvokeTool, Refused, Reply, Succeeded, executable
+from handrail.agent.loop import permission, plain
+from handrail.agent.protocol import Dispatch, Go, Locked, Ruling
+from handrail.agent.stage import End, InvokeTool, Reply, executable
 from handrail.agent.tools import Invalid, Permit, Tool
 from handrail.agent.workflow import Workflow
-from handrail.ledger.database import ConnectionLost
-from handrail.ledger.errors import DatabaseUnavailable
 from handrail.ledger.ledger import Ledger, Ruled, UndoPlan
 from handrail.ledger.lock import IntentLock, Refusal
 from handrail.reconciler.errands import Errand
-from handrail.tasks.calls import Called, GivenUp, ToolCall
-from handrail.tasks.step import LOCK_PAUSE_MS, NOT_CONFIRMED, confirms, judged, tell_outcome
+from handrail.tasks.calls import Ask, Called, asked
+from handrail.tasks.judge import NOT_CONFIRMED
+from handrail.tasks.sender import LOCK_PAUSE_MS, OUTCOME_PAUSES_S, Sending
 
 log = logging.getLogger("handrail.reconciler")
-#: How long an outcome is held on to while the ledger is away: the sweep can do nothing else either.
-OUTCOME_PAUSES_S: Final = (0.2, 0.5, 1.0, 2.0)
-
-#: Begins a call under a time limit: `ask(function, arguments, call, limit_ms)`; its future raises
-#: what the function raises.
-Ask = Callable[[Callable[..., Any], Any, ToolCall, int], Future[Any]]
+#: How long an outcome is held on to while the ledger is away: not as long as by a step, since the
+#: sweep does nothing else meanwhile.
+SWEEP_PAUSES_S: Final = OUTCOME_PAUSES_S[:4]
 
 
 class CannotUndo(Exception):
     """Control flow: the compensation cannot be begun, and why; a person decides."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Sent:
-    """A compensation whose dispatch is committed. `deadline` is by the monotonic clock."""
-
-    go: Go
-    tool: Tool
-    arguments: Any
-    workflow: Workflow
-    state: RunState
-    call: ToolCall
-    deadline: float
-    lock_token: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,18 +111,18 @@ class Compensator:
         try:
             go = self._dispatch(run_id, tool, call_ms)
             if go is not None:
-                sent = _Sent(
-                    go=go,
-                    tool=tool,
-                    arguments=arguments,
+                sending = Sending(
+                    ledger=self.ledger,
                     workflow=workflow,
                     state=locked.state,
-                    call=_context(locked.state, go.effect, call_ms),
+                    tool=tool,
+                    arguments=arguments,
+                    go=go,
                     # Counted from before the dispatch was sent, as a worker does.
                     deadline=before + call_ms / 1000,
-                    lock_token=granted,
+                    clock=self.clock,
                 )
-                return self._call(sent)
+                return self._call(sending, granted)
         except Exception:
             self.lock.release(effect.id, granted)
             raise
@@ -163,108 +143,66 @@ class Compensator:
         self._rule(run_id, decide, dispatches=tool.name)
         return decided[0] if isinstance(decided[0], Go) else None
 
-    def _call(self, sent: _Sent) -> Errand | None:
+    def _call(self, sending: Sending, granted: str) -> Errand | None:
         """Look once more, and call; what is too late now was never sent."""
-        now = self.ledger.effect(sent.go.effect.id)
-        mine = now.token == sent.go.effect.token and now.status is sent.go.effect.status
-        left_ms = self._left_ms(sent)
-        if not mine or left_ms <= 0:
-            self._tell(sent, End.RETURNED, None, sent_it=False)
+        if not sending.is_mine() or (left_ms := sending.left_ms) <= 0:
+            self._tell(sending, granted, End.RETURNED, None, sent=False)
             return None
-        answer = self._asked(sent, sent.tool.execute, left_ms)
+        context = sending.context(left_ms)
+
+        def begin() -> Future[Called]:
+            execute = sending.tool.execute
+            return self.ask(execute, sending.arguments, context, left_ms, sending.in_time)
+
         return Errand(
-            sent.state.run_id, sent.tool.name, answer, lambda found: self._answered(sent, found)
+            sending.state.run_id,
+            sending.tool.name,
+            asked(begin),
+            lambda done: self._answered(sending, granted, done),
         )
-
-    def _asked(self, sent: _Sent, function: Callable[..., Any], limit_ms: int) -> Future[Any]:
-        try:
-            call = replace(sent.call, timeout_ms=limit_ms)
-            return self.ask(function, sent.arguments, call, limit_ms)
-        except Exception as error:
-            failed: Future[Any] = Future()
-            failed.set_exception(error)
-            return failed
-
-    def _left_ms(self, sent: _Sent) -> int:
-        return int(round((sent.deadline - self.clock()) * 1000, 3))
 
     # ---- outcome ---------------------------------------------------------------------------------
 
-    def _answered(self, sent: _Sent, found: Future[Any]) -> Errand | None:
+    def _answered(self, sending: Sending, granted: str, done: Called) -> Errand | None:
         """Judge what the call gave; a receipt that a query has to confirm needs one more call."""
-        contract, facts = sent.tool.contract, sent.state.facts
-        called = _called(found)
-        if called.late is not None:
-            self._listen_for_late(sent, called.late)
-        end, reply = judged(contract, sent.arguments, called, facts)
-        if not isinstance(reply, Succeeded) or not contract.confirmed_by_query:
-            self._tell(sent, end, reply)
+        if not done.begun:  # whoever was to call it stood still
+            self._tell(sending, granted, End.RETURNED, None, sent=False)
             return None
-        receipt, left_ms = reply, self._left_ms(sent)
-        if left_ms <= 0:
-            self._tell(sent, end, NOT_CONFIRMED)
+        if done.late is not None:
+            loop = done.late.get_loop()
+            loop.call_soon_threadsafe(sending.listen, done.late, sending.tell)
+        end, reply = sending.judged(done)
+        if not sending.to_be_confirmed(reply):
+            self._tell(sending, granted, end, reply)
             return None
-
-        def confirm(record: Future[Any]) -> Errand | None:
-            fits = confirms(contract, sent.arguments, _called(record), facts)
-            self._tell(sent, end, receipt if fits else NOT_CONFIRMED)
+        if (left_ms := sending.left_ms) <= 0:
+            self._tell(sending, granted, end, NOT_CONFIRMED)
             return None
 
-        assert sent.tool.query is not None
-        answer = self._asked(sent, sent.tool.query, left_ms)
-        return Errand(sent.state.run_id, sent.tool.name, answer, confirm)
+        def begin() -> Future[Called]:
+            query = sending.tool.query
+            assert query is not None
+            return self.ask(query, sending.arguments, sending.context(left_ms), left_ms)
 
-    def _tell(self, sent: _Sent, end: End, reply: Reply | None, *, sent_it: bool = True) -> None:
+        def confirm(found: Called) -> Errand | None:
+            self._tell(sending, granted, end, sending.confirmed(reply, found))
+            return None
+
+        return Errand(sending.state.run_id, sending.tool.name, asked(begin), confirm)
+
+    def _tell(
+        self, sending: Sending, granted: str, end: End, reply: Reply | None, *, sent: bool = True
+    ) -> None:
         """Commit what is known of the attempt, and let go of its intent."""
-        out = self._said(sent, end, reply, sent_it=sent_it)
-        digest = None
-        if isinstance(reply, Succeeded | Refused):
-            digest = observation_of(sent.tool.contract, reply).digest
+
+        def tell() -> None:
+            self.done(sending.tell(end, reply, sent=sent))
+
         try:
-            self._kept(lambda: self._outcome(sent, out, digest))
+            for pause_s in sending.patiently(tell, SWEEP_PAUSES_S):
+                self.pause(pause_s)
         finally:
-            self.lock.release(sent.go.effect.id, sent.lock_token)
-
-    def _said(self, sent: _Sent, end: End, reply: Reply | None, *, sent_it: bool = True) -> Outcome:
-        evidence_id = f"receipt:{secrets.token_hex(8)}"
-        effect = sent.go.effect
-        return Outcome(effect.id, effect.token, end, reply, False, sent_it, evidence_id)
-
-    def _outcome(self, sent: _Sent, out: Outcome, digest: str | None) -> None:
-        run_id = sent.state.run_id
-        ruled = tell_outcome(self.ledger, run_id, sent.workflow, out, known_digest=digest)
-        self.done(ruled)
-
-    def _listen_for_late(self, sent: _Sent, late: asyncio.Future[Any]) -> None:
-        """A call that was given up may still answer: a receipt, however late, is evidence."""
-
-        def heard(work: asyncio.Future[Any]) -> None:
-            if work.cancelled() or work.exception() is not None:
-                return
-            done = Called(End.RETURNED, work.result())
-            end, reply = judged(sent.tool.contract, sent.arguments, done, sent.state.facts)
-            if not isinstance(reply, Succeeded):
-                return
-            if sent.tool.contract.confirmed_by_query:
-                reply = NOT_CONFIRMED
-            out = self._said(sent, end, reply)
-            try:
-                tell_outcome(self.ledger, sent.state.run_id, sent.workflow, out, known_digest=None)
-            except (ConnectionLost, DatabaseUnavailable) as error:
-                log.warning("late evidence for %s was not stored (%s)", sent.go.effect.id, error)
-
-        late.get_loop().call_soon_threadsafe(late.add_done_callback, heard)
-
-    def _kept(self, commit: Callable[[], None]) -> None:
-        """Commit although the ledger may be away for a while: nobody else knows the outcome."""
-        for pause_s in OUTCOME_PAUSES_S:
-            try:
-                commit()
-                return
-            except (ConnectionLost, DatabaseUnavailable) as error:
-                log.warning("the outcome of a compensation is not stored yet (%s)", error)
-            self.pause(pause_s)
-        commit()
+            self.lock.release(sending.go.effect.id, granted)
 
     def _rule(
         self, run_id: str, decide: Callable[[Locked], Ruling | None], **options: Any
@@ -314,30 +252,3 @@ def _revived(workflow: Workflow, effect: Effect) -> tuple[Tool, Any]:
         raise CannotUndo(
             f"{effect.tool} does not take its recorded arguments any more: {type(error).__name__}"
         ) from None
-
-
-def _context(state: RunState, effect: Effect, call_ms: int) -> ToolCall:
-    return ToolCall(
-        run_id=state.run_id,
-        tenant=state.tenant,
-        principal=state.principal,
-        tool=effect.tool,
-        timeout_ms=call_ms,
-        key=effect.id,
-        intent_key=effect.intent_key,
-        not_after=effect.dispatch_deadline_at,
-        attempt=effect.attempts,
-        facts=state.outputs,
-    )
-
-
-def _called(found: Future[Any]) -> Called:
-    """How a call that was asked for has ended."""
-    if found.cancelled():
-        return Called(End.CANCELLED)
-    error = found.exception()
-    if error is None:
-        return Called(End.RETURNED, found.result())
-    if isinstance(error, GivenUp):
-        return Called(End.TIMED_OUT, error=error, late=error.late)
-    return Called(End.TIMED_OUT if isinstance(error, TimeoutError) else End.RAISED, error=error)

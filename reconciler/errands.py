@@ -15,7 +15,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
+
+from handrail.tasks.calls import Called, answered
 
 #: A tool that holds all of its places for so long gets no more work for now.
 STUCK_S: Final = 1.0
@@ -27,8 +29,8 @@ class Errand:
 
     run_id: str
     tool: str
-    answer: Future[Any]
-    conclude: Callable[[Future[Any]], Errand | None]
+    answer: Future[Called]
+    conclude: Callable[[Called], Errand | None]
 
 
 #: A part of the work on a run: what it still needs outside, if anything.
@@ -156,8 +158,10 @@ class Errands:
                 self._to_do.put(partial(self._free, place))
             else:
                 self._to_do.put(partial(self._move, place, errand.tool))
-                then = partial(errand.conclude, errand.answer)
-                errand.answer.add_done_callback(lambda _: self._do(place, then))
+                conclude = errand.conclude
+                errand.answer.add_done_callback(
+                    lambda answer: self._do(place, partial(conclude, answered(answer)))
+                )
 
         if not self.hands:
             self._to_do.put(work)

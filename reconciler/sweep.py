@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -24,6 +24,7 @@ from handrail.agent import protocol
 from handrail.agent.effects import Answer, Effect, EffectStatus, NoAnswer, resolve
 from handrail.agent.errors import HandrailError
 from handrail.agent.protocol import Locked, Ruling
+from handrail.agent.stage import End
 from handrail.agent.status import RunStatus
 from handrail.agent.tools import Tool
 from handrail.agent.workflow import Workflow
@@ -32,10 +33,10 @@ from handrail.ledger.database import ConnectionLost
 from handrail.ledger.ledger import DueStep, Ledger, Ruled
 from handrail.ledger.lock import IntentLock, LocalLock
 from handrail.reconciler.answers import read_answer
-from handrail.reconciler.compensate import Ask, Compensator
+from handrail.reconciler.compensate import Compensator
 from handrail.reconciler.errands import Errand, Errands, Part
 from handrail.reconciler.pace import Pace
-from handrail.tasks.calls import ToolCall
+from handrail.tasks.calls import Ask, Called, ToolCall, answered, asked, at_any_time
 from handrail.tasks.runtime import DEFAULT_MAX_STALL_MS, message_of
 
 log = logging.getLogger("handrail.reconciler")
@@ -305,13 +306,23 @@ class Reconciler:
             return None
         sent_at = locked.now  # it is sent later than that, never earlier
 
-        def conclude(found: Future[Any]) -> Errand | None:
+        def conclude(found: Called) -> Errand | None:
             self._conclude(run_id, effect, _answer(tool, found, effect, locked), sent_at)
             return None
 
-        return Errand(run_id, tool.name, self._asked(tool, effect, locked), conclude)
+        answer = asked(lambda: self._ask_for(tool, effect, locked))
+        return Errand(run_id, tool.name, answer, conclude)
 
-    def _asked(self, tool: Tool, effect: Effect, locked: Locked) -> Future[Any]:
+    def query_now(self, locked: Locked, effect: Effect) -> Answer:
+        """Ask a tool now, for a person, and wait for its answer; it settles nothing."""
+        tool = self._tool(locked, effect)
+        if tool is None or tool.query is None:
+            return NoAnswer("tool-not-known-here")
+        future = asked(lambda: self._ask_for(tool, effect, locked))
+        wait([future])
+        return _answer(tool, answered(future), effect, locked)
+
+    def _ask_for(self, tool: Tool, effect: Effect, locked: Locked) -> Future[Called]:
         assert tool.query is not None
         context = ToolCall(
             run_id=locked.state.run_id,
@@ -324,13 +335,8 @@ class Reconciler:
             attempt=effect.attempts,
             facts=locked.state.outputs,
         )
-        try:
-            arguments = tool.contract.revive(dict(effect.arguments))
-            return self.ask(tool.query, arguments, context, effect.terms.call_ms)
-        except Exception as error:
-            failed: Future[Any] = Future()
-            failed.set_exception(error)
-            return failed
+        arguments = tool.contract.revive(dict(effect.arguments))
+        return self.ask(tool.query, arguments, context, effect.terms.call_ms)
 
     def _conclude(self, run_id: str, effect: Effect, answer: Answer, sent_at: int) -> None:
         self._count(f"answer:{type(answer).__name__.lower()}")
@@ -382,39 +388,44 @@ def _owes_a_query(ruled: Ruled) -> bool:
     )
 
 
-def _answer(tool: Tool, found: Future[Any], effect: Effect, locked: Locked) -> Answer:
+def _answer(tool: Tool, found: Called, effect: Effect, locked: Locked) -> Answer:
     """Read what a query gave, or that it gave nothing."""
-    if found.cancelled():
-        return NoAnswer("given-up")
-    error = found.exception()
-    if error is not None:
-        log.info("the query of %s failed: %r", effect.id, error)
-        return NoAnswer(type(error).__name__)
+    if found.error is not None:
+        log.info("the query of %s failed: %r", effect.id, found.error)
+        return NoAnswer(type(found.error).__name__)
+    if found.end is not End.RETURNED:
+        return NoAnswer(found.end.value)
     evidence = f"query:{effect.id}:{effect.token}"
-    return read_answer(tool, found.result(), effect, locked.view().run, evidence=evidence)
+    return read_answer(tool, found.value, effect, locked.view().run, evidence=evidence)
 
 
 def ask_directly(
-    function: Callable[..., Any], arguments: Any, call: ToolCall, limit_ms: int
-) -> Future[Any]:
+    function: Callable[..., Any],
+    arguments: Any,
+    context: ToolCall,
+    limit_ms: int,
+    in_time: Callable[[], bool] = at_any_time,
+) -> Future[Called]:
     """Call in this thread what does not block for long; a coroutine that has to wait for anything
     has not answered in time.
     """
 
-    def called() -> Any:
-        found = function(arguments, call)
+    def called() -> Called:
+        if not in_time():
+            return Called(End.TIMED_OUT, begun=False)
+        found = function(arguments, context)
         if not inspect.iscoroutine(found):
-            return found
+            return Called(End.RETURNED, found)
         try:
             found.send(None)
         except StopIteration as ended:
-            return ended.value
+            return Called(End.RETURNED, ended.value)
         found.close()
-        raise TimeoutError("it would have to be waited for")
+        return Called(End.TIMED_OUT)
 
-    answer: Future[Any] = Future()
+    answer: Future[Called] = Future()
     try:
         answer.set_result(called())
     except Exception as error:
-        answer.set_exception(error)
+        answer.set_result(Called(End.RAISED, error=error))
     return answer

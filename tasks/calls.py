@@ -11,9 +11,10 @@ import asyncio
 import inspect
 import threading
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from handrail.agent.canonical import Json
 from handrail.agent.stage import End
@@ -60,12 +61,45 @@ class _TooLate(Exception):
     """Control flow: the time for a call was over before it began."""
 
 
-class GivenUp(TimeoutError):
-    """A call has not ended in its time. `late` is its still running rest, where there is one."""
+def at_any_time() -> bool:
+    """What may begin late: a call that changes nothing outside."""
+    return True
 
-    def __init__(self, limit_ms: int, late: asyncio.Future[Any] | None) -> None:
-        super().__init__(f"no answer within {limit_ms} ms")
-        self.late = late
+
+class Ask(Protocol):
+    """Begins a call of `function(arguments, context)` beside whoever asks, and says how it ended.
+
+    The time limit and `in_time` are those of `call`.
+    """
+
+    def __call__(
+        self,
+        function: Callable[..., Any],
+        arguments: Any,
+        context: ToolCall,
+        limit_ms: int,
+        in_time: Callable[[], bool] = at_any_time,
+    ) -> Future[Called]:
+        """Begin it."""
+        ...
+
+
+def asked(begin: Callable[[], Future[Called]]) -> Future[Called]:
+    """Begin a call by an `Ask`; one that could not even be begun has failed."""
+    try:
+        return begin()
+    except Exception as error:
+        failed: Future[Called] = Future()
+        failed.set_result(Called(End.RAISED, error=error))
+        return failed
+
+
+def answered(asked: Future[Called]) -> Called:
+    """How a call that was asked for has ended, even if nobody was left to say it."""
+    if asked.cancelled():
+        return Called(End.CANCELLED)
+    error = asked.exception()
+    return asked.result() if error is None else Called(End.RAISED, error=error)
 
 
 async def call(
@@ -74,7 +108,7 @@ async def call(
     limit_ms: int,
     wish: asyncio.Future[None],
     aborted: threading.Event | None = None,
-    in_time: Callable[[], bool] = lambda: True,
+    in_time: Callable[[], bool] = at_any_time,
 ) -> Called:
     """Make one call and say how it ended. `wish` is done when the run is wished to be cancelled.
 
@@ -211,4 +245,4 @@ def _swallow(work: asyncio.Future[Any]) -> None:
         work.exception()  # given up: its error must not go unhandled
 
 
-__all__ = ["Called", "GivenUp", "ToolCall", "call", "in_thread"]
+__all__ = ["Ask", "Called", "ToolCall", "answered", "asked", "at_any_time", "call", "in_thread"]

@@ -124,7 +124,7 @@ class Runtime:
 
     # ---- what steps ask together -----------------------------------------------------------------
 
-    def _claim(self, messages: Sequence[StepMessage]) -> list[Claim | None]:
+    def _claim(self, messages: Sequence[StepMessage]) -> Sequence[Claim | BaseException | None]:
         if self.draining:
             raise Draining
         known = self.workflows.keys()
@@ -136,16 +136,7 @@ class Runtime:
 
     def _end(self, ends: Sequence[StepEnd]) -> list[bool | BaseException]:
         """Commit, and publish what is due at once: whoever asked may have been told to stop."""
-        done: Sequence[DueStep | bool | BaseException]
-        if len(ends) == 1:
-            [end] = ends
-            done = [
-                self.ledger.commit(
-                    end.claim, end.ruling, phase=end.phase, output_bytes=end.output_bytes
-                )
-            ]
-        else:
-            done = self.ledger.commit_each(ends)
+        done = self.ledger.commit_each(ends)
         self.send(*(step for step in done if isinstance(step, DueStep)))
         return [step if isinstance(step, BaseException) else step is not False for step in done]
 
@@ -188,10 +179,12 @@ class Runtime:
         asked = self.clock()
         answers = self.ledger.renew(held)
         for handle in handles:
-            wished = answers.get(handle.claim.claim_id)
-            if wished is None:
+            if handle.claim.claim_id not in answers:
                 handle.lost = True  # its commit will be refused; a write is judged by its token
                 continue
+            wished = answers[handle.claim.claim_id]
+            if wished is None:
+                continue  # somebody is at its row: its turn comes again
             handle.ends = asked + self.ledger.lease_ms / 1000
             if wished:
                 handle.cancel()
@@ -205,7 +198,7 @@ class Runtime:
         if self.clock() >= handle.ends:
             self._renew([handle])
         with self._guard:
-            if handle.lost:
+            if handle.lost or self.clock() >= handle.ends:
                 return False
             handle.tool_unused = handle.tool_unused and not reserved
             return True

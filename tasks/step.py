@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -23,25 +22,20 @@ from handrail.agent import machine, protocol, trace
 from handrail.agent.budget import Phase, call_limit, charge_more
 from handrail.agent.canonical import Json, canonical, normal
 from handrail.agent.effects import (
-    Absent,
-    Applied,
     CompensationRecord,
     Doubt,
     EffectStatus,
-    NoAnswer,
-    Pending,
     Terms,
     upstream_key,
 )
-from handrail.agent.errors import InvariantBroken, NotCanonical, ToolRefused, ToolUnclear
+from handrail.agent.errors import InvariantBroken, NotCanonical, ToolRefused
 from handrail.agent.loop import observation_of
 from handrail.agent.machine import Mode, RunState, Turn
-from handrail.agent.protocol import Go, Locked, Outcome, Ruling
+from handrail.agent.protocol import Go, Locked, Ruling
 from handrail.agent.stage import (
     Answered,
     AskModel,
     Checked,
-    Doubtful,
     End,
     Event,
     InvokeTool,
@@ -59,27 +53,23 @@ from handrail.agent.stage import (
     View,
 )
 from handrail.agent.status import CLAIMABLE, TERMINAL, Reason, RunEvent, RunStatus
-from handrail.agent.tools import RunFacts, Tool, ToolContract
+from handrail.agent.tools import Tool, ToolContract, contract_hash
 from handrail.agent.trace import TraceEvent
 from handrail.agent.workflow import Workflow
 from handrail.broker.message import StepMessage
 from handrail.gateway.model import Folded, ModelRequest, OutputOverflow, fold, may_pass
 from handrail.ledger.database import ConnectionLost
 from handrail.ledger.errors import DatabaseUnavailable
-from handrail.ledger.ledger import Claim, Ledger, Plan, Ruled, StepEnd
+from handrail.ledger.ledger import Claim, Plan, Ruled, StepEnd
 from handrail.ledger.lock import Refusal
 from handrail.tasks.calls import Called, ToolCall, call
+from handrail.tasks.judge import judged, reason_of
 from handrail.tasks.runtime import Draining, Handle, Runtime
+from handrail.tasks.sender import LOCK_PAUSE_MS, OUTCOME_PAUSES_S, Sending, whole_ms
 
 log = logging.getLogger("handrail.tasks")
-#: How long a run waits before it tries again for a lock that was taken or unreachable.
-LOCK_PAUSE_MS = 1_000
-#: How long a sender holds on to an outcome while the ledger is away, in all about half a minute.
-OUTCOME_PAUSES_S = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
-#: What becomes of a receipt that no record confirms.
-NOT_CONFIRMED: Final = Doubtful("not-confirmed")
-#: A longer reason for a refusal is cut: it goes into the trace and to the model.
-MAX_REASON = 300
+#: Of such an effect it is certain that the service has not carried it out.
+_NOT_MADE: Final = frozenset({EffectStatus.PLANNED, EffectStatus.ABSENT})
 _T = TypeVar("_T")
 
 
@@ -159,16 +149,17 @@ class _Step:
         self.observation: Observation | None = None
         self.outputs: dict[str, Json] = {}
         self.output_bytes = 0
+        self.unasked = False  # the precondition of the write was left out: it may have been made
 
     # ---- time and view ---------------------------------------------------------------------------
 
     def remaining_ms(self) -> int:
         """Working time left: one reading of the ledger's clock, then the monotonic clock alone."""
-        return self.claim.remaining_ms - _whole_ms(self.runtime.clock() - self.started)
+        return self.claim.remaining_ms - whole_ms(self.runtime.clock() - self.started)
 
     def now_ms(self) -> int:
         """The ledger's time, by the same two clocks."""
-        return self.claim.now + _whole_ms(self.runtime.clock() - self.started)
+        return self.claim.now + whole_ms(self.runtime.clock() - self.started)
 
     def view(self, state: RunState, *, cancelled: bool | None = None) -> View:
         return state.view(
@@ -199,7 +190,9 @@ class _Step:
         if refusal is not None:
             await self._refused(state, refusal)
             return
-        told = self._guarded(state, lambda: self._first(state))
+        told = self._asked_again(self._guarded(state, lambda: self._first(state)))
+        if claim.phase is Phase.WRITE and not await self._may_go_on(told):
+            return
         asked = acted = False
         while True:
             command, state = told.turn.command, told.turn.state
@@ -230,8 +223,14 @@ class _Step:
                         state = await self._pay(told, after_ms=command.after_ms, tool_calls=1)
                     await self._must_be_usable(state, command)
                     state, event = await self._read(state, command)
+                case Verify(before_write=True, attempt=0) if self.observation is not None:
+                    await self._commit(told)  # which keeps one observation: why a plan was refused
+                    return
+                case Verify(before_write=True, attempt=0) if self._may_be_made(state):
+                    told = self._unasked(state)
+                    continue
                 case Verify(cost_microusd=price, attempt=attempt) if attempt or not acted:
-                    acted = True
+                    acted = not command.before_write  # after which the same claim writes
                     if price or attempt:
                         state = await self._pay(
                             told, after_ms=command.after_ms, cost_microusd=price
@@ -295,6 +294,64 @@ class _Step:
             command = command.until(self.claim.deadline_at)
             state = replace(state, pending=command)
         return _Told(state, None, Turn(state, command))
+
+    def _asked_again(self, told: _Told) -> _Told:
+        """Ask the precondition of a write that is taken up again."""
+        state, command = told.turn.state, told.turn.command
+        if told.event is not None or not isinstance(command, InvokeTool):
+            return told
+        asked = machine.asked_again(self.workflow, state, self.view(state))
+        return told if asked is None else replace(told, turn=replace(told.turn, command=asked))
+
+    def _may_be_made(self, state: RunState) -> bool:
+        """Whether the very write whose precondition is due may have been made, by whichever run:
+        then its doubt is settled first, or its recorded result is taken.
+        """
+        if state.mode is Mode.SHADOW:
+            return False
+        command = machine.write_due(self.workflow, state, self.view(state))
+        effect = self.ledger.find_effect(upstream_key(state.tenant, command.intent_key or ""))
+        if effect is None or effect.arguments_hash != command.arguments_hash:
+            return False
+        return effect.status not in _NOT_MADE
+
+    def _unasked(self, state: RunState) -> _Told:
+        """Leave the precondition out; the dispatch is told, which sends nothing on that ground."""
+        self.unasked = True
+
+        def go_on() -> _Told:
+            return _Told(state, None, machine.unasked(self.workflow, state, self.view(state)))
+
+        return self._guarded(state, go_on)
+
+    async def _may_go_on(self, told: _Told) -> bool:
+        """Whether the lock of a write is to be had, before its precondition is asked once more:
+        while Redis is away nobody outside is asked in vain. If not, the lease is given back.
+        """
+        command = told.turn.state.pending
+        if not isinstance(told.turn.command, Verify) or not isinstance(command, InvokeTool):
+            return True
+        effect_id = upstream_key(told.turn.state.tenant, command.intent_key or "")
+        granted = await self._locked(effect_id, command)
+        if granted is None:
+            return False
+        await self._elsewhere(lambda: self.runtime.lock.release(effect_id, granted))
+        return True
+
+    async def _locked(self, effect_id: str, command: InvokeTool) -> str | None:
+        """Take the lock of a write; None where it is not to be had, and the lease was given
+        back.
+        """
+        ttl_ms = command.timeout_ms + protocol.LEASE_MARGIN_MS
+        granted = await self._elsewhere(lambda: self.runtime.lock.acquire(effect_id, ttl_ms=ttl_ms))
+        if not isinstance(granted, Refusal):
+            return granted
+        problem = granted.value
+        ruled = self._rule_mine(
+            lambda locked: protocol.give_back(locked, problem, due_in_ms=LOCK_PAUSE_MS)
+        )
+        self.runtime.send(ruled.due)
+        return None
 
     def _tell(self, state: RunState, event: Event) -> _Told:
         """Tell the machine what happened, and keep what it records."""
@@ -463,14 +520,15 @@ class _Step:
     async def _verify(self, state: RunState, command: Verify) -> Verdict:
         if not self.runtime.may_start(self.handle):
             raise _Lost
-        check = getattr(self.workflow.stage_at(state.path), "verify", None)
-        assert check is not None, "a stage that asks for a verification has one"
+        name = "precondition" if command.before_write else "verify"
+        check = getattr(self.workflow.stage_at(state.path), name, None)
+        assert check is not None, "a stage that asks for a check has one"
         limit_ms, bound = call_limit(command.timeout_ms, self.remaining_ms())
         context = ToolCall(
             run_id=state.run_id,
             tenant=state.tenant,
             principal=state.principal,
-            tool="verify",
+            tool=name,
             timeout_ms=limit_ms,
             attempt=command.attempt + 1,
             facts=state.outputs,
@@ -519,7 +577,7 @@ class _Step:
         _, reply = judged(tool.contract, arguments, done, state.facts)
         if not isinstance(reply, Succeeded | Refused):
             problem = reply.reason if reply is not None else done.end.value
-            reply = Refused(_reason(f"stand-in:{problem}"))
+            reply = Refused(reason_of(f"stand-in:{problem}"))
         known = self._is_known(state, tool.contract, reply)
         evidence = f"shadow:{self.claim.claim_id}"
         return Result(End.RETURNED, reply, bound, known, evidence=evidence)
@@ -541,20 +599,13 @@ class _Step:
         if planned.ruling is None:
             self._cancelled_or_lost(told)
             return
-        lock = self.runtime.lock
-        ttl_ms = command.timeout_ms + protocol.LEASE_MARGIN_MS
-        granted = await self._elsewhere(lambda: lock.acquire(effect_id, ttl_ms=ttl_ms))
-        if isinstance(granted, Refusal):
-            problem = granted.value
-            ruled = self._rule_mine(
-                lambda locked: protocol.give_back(locked, problem, due_in_ms=LOCK_PAUSE_MS)
-            )
-            self.runtime.send(ruled.due)
+        granted = await self._locked(effect_id, command)
+        if granted is None:
             return
         try:
             await self._dispatch(command, tool, state)
         finally:
-            await self._elsewhere(lambda: lock.release(effect_id, granted))
+            await self._elsewhere(lambda: self.runtime.lock.release(effect_id, granted))
 
     async def _way_back(
         self, told: _Told, command: InvokeTool, tool: Tool, effect_id: str
@@ -597,8 +648,10 @@ class _Step:
         return told, replace(record, original=original)
 
     def _may_be_planned(self, effect_id: str) -> bool:
-        """Whether nothing of an intent can be there yet, and this run has not recorded it."""
-        if self.claim.effect_id == effect_id:
+        """Whether nothing of an intent can be there yet, and this run has not recorded it for the
+        plan that it is at.
+        """
+        if self.claim.effect_id == effect_id and self.claim.phase is Phase.WRITE:
             return False
         found = self.ledger.find_effect(effect_id)
         if found is None or found.status is EffectStatus.PLANNED:
@@ -685,7 +738,10 @@ class _Step:
                 claim_id=self.claim.claim_id,
                 call_ms=command.timeout_ms,
                 max_stall_ms=self.runtime.max_stall_ms,
+                contract_hash=contract_hash(tool.contract),
                 kept_ms=kept_ms,
+                unasked=self.unasked,
+                compensable=tool.compensation is not None,
             )
             decided[:] = [dispatch]
             return ruling
@@ -698,30 +754,23 @@ class _Step:
             return
         self.handle.writing = True
         self.handle.until = go.deadline_at + protocol.LEASE_MARGIN_MS
-        call_ms = go.deadline_at - ruled.locked.now
-        # Counted from before the dispatch was sent: the worker's deadline is never later than the
-        # ledger's.
-        deadline = before + call_ms / 1000
-        if not self._last_look(go):
-            self._outcome(go, tool, End.RETURNED, None, sent=False)
-            return
-        left_ms = _whole_ms(deadline - self.runtime.clock())
-        if left_ms <= 0:
-            self._outcome(go, tool, End.RETURNED, None, sent=False)
-            return
-        context = ToolCall(
-            run_id=self.claim.run_id,
-            tenant=self.claim.state.tenant,
-            principal=self.claim.state.principal,
-            tool=command.tool,
-            timeout_ms=left_ms,
-            key=go.effect.id,
-            intent_key=command.intent_key,
-            not_after=go.deadline_at,
-            attempt=go.effect.attempts,
-            facts=state.outputs,
+        sending = Sending(
+            ledger=self.ledger,
+            workflow=self.workflow,
+            state=state,
+            tool=tool,
+            arguments=arguments,
+            go=go,
+            # Counted from before the dispatch was sent: the worker's deadline is never later than
+            # the ledger's.
+            deadline=before + (go.deadline_at - ruled.locked.now) / 1000,
+            clock=self.runtime.clock,
+            phase=self._phase,
         )
-        bound = go.deadline_at == self.claim.deadline_at
+        if not self._last_look(sending) or (left_ms := sending.left_ms) <= 0:
+            await self._outcome_kept(sending, End.RETURNED, None, sent=False)
+            return
+        context = sending.context(left_ms)
         done = await call(
             tool.execute,
             arguments,
@@ -729,67 +778,49 @@ class _Step:
             limit_ms=left_ms,
             wish=self.handle.wish,
             aborted=context.aborted,
-            in_time=lambda: self.runtime.clock() < deadline,
+            in_time=sending.in_time,
         )
         if not done.begun:  # the loop, or the whole process, stood still
-            self._outcome(go, tool, End.RETURNED, None, sent=False)
+            await self._outcome_kept(sending, End.RETURNED, None, sent=False)
             return
-        end, reply = judged(tool.contract, arguments, done, state.facts)
+        end, reply = sending.judged(done)
         if done.late is not None:
-            self._listen_for_late(done.late, go, tool, arguments, state)
-        if isinstance(reply, Succeeded) and tool.contract.confirmed_by_query:
-            left_ms = _whole_ms(deadline - self.runtime.clock())
-            reply = await self._confirmed(tool, context, left_ms, arguments, reply, state)
-        await self._outcome_kept(go, tool, end, reply, bound=bound)
+            sending.listen(done.late, lambda end, reply: self._outcome(sending, end, reply))
+        if sending.to_be_confirmed(reply):
+            reply = await self._confirmed(sending, context, reply)
+        bound = go.deadline_at == self.claim.deadline_at
+        await self._outcome_kept(sending, end, reply, bound=bound)
 
     async def _confirmed(
-        self,
-        tool: Tool,
-        context: ToolCall,
-        limit_ms: int,
-        arguments: Any,
-        receipt: Succeeded,
-        state: RunState,
-    ) -> Reply:
+        self, sending: Sending, context: ToolCall, receipt: Reply | None
+    ) -> Reply | None:
         """Believe a receipt only once the service's own record says the same.
 
         The dispatch has paid for this. A wish to cancel does not cut it off: it starts nothing.
         """
-        assert tool.query is not None
+        query, limit_ms = sending.tool.query, sending.left_ms
+        assert query is not None
         found = await call(
-            tool.query,
-            arguments,
+            query,
+            sending.arguments,
             replace(context, timeout_ms=limit_ms),
             limit_ms=limit_ms,
             wish=asyncio.get_running_loop().create_future(),
             aborted=context.aborted,
         )
-        return receipt if confirms(tool.contract, arguments, found, state.facts) else NOT_CONFIRMED
+        return sending.confirmed(receipt, found)
 
-    async def _outcome_kept(
-        self, go: Go, tool: Tool, end: End, reply: Reply | None, *, bound: bool
-    ) -> None:
-        """Commit an outcome although the ledger may be away for a while: nobody else has it.
-
-        It counts whenever it is stored, since the effect's token judges it and not the lease.
+    def _last_look(self, sending: Sending) -> bool:
+        """Look once more, right before sending: token mine, no wish, lease left. A look that fails
+        has not seen that.
         """
-        for pause_s in OUTCOME_PAUSES_S:
-            try:
-                self._outcome(go, tool, end, reply, bound=bound)
-                return
-            except (ConnectionLost, DatabaseUnavailable) as error:
-                log.warning("the outcome of %s is not stored yet (%s)", go.effect.id, error)
-            await asyncio.sleep(pause_s)
-        self._outcome(go, tool, end, reply, bound=bound)
-
-    def _last_look(self, go: Go) -> bool:
-        """Look once more, right before sending: token mine, no wish, lease left."""
-        if self.handle.wish.done():
+        if self.handle.wish.done() or not sending.is_mine():
             return False
-        effect = self.ledger.effect(go.effect.id)
-        if effect.token != go.effect.token or effect.status is not go.effect.status:
+        try:
+            row = self.ledger.read(self.claim.run_id)
+        except (ConnectionLost, DatabaseUnavailable) as error:
+            log.warning("run %s: not sent, for want of a last look (%s)", self.claim.run_id, error)
             return False
-        row = self.ledger.read(self.claim.run_id)
         lease = row["lease_until"]
         return (
             row["cancel_requested_at"] is None
@@ -798,10 +829,26 @@ class _Step:
             and lease > row["now"]
         )
 
+    async def _outcome_kept(
+        self,
+        sending: Sending,
+        end: End,
+        reply: Reply | None,
+        *,
+        bound: bool = False,
+        sent: bool = True,
+    ) -> None:
+        """Commit an outcome, whenever the ledger is there: the lease has no say in it."""
+
+        def tell() -> None:
+            self._outcome(sending, end, reply, bound=bound, sent=sent)
+
+        for pause_s in sending.patiently(tell, OUTCOME_PAUSES_S):
+            await asyncio.sleep(pause_s)
+
     def _outcome(
         self,
-        go: Go,
-        tool: Tool,
+        sending: Sending,
         end: End,
         reply: Reply | None,
         *,
@@ -809,48 +856,9 @@ class _Step:
         sent: bool = True,
     ) -> None:
         """Commit what is known of the attempt, whatever became of the lease."""
-        out = Outcome(
-            go.effect.id,
-            go.effect.token,
-            end,
-            reply,
-            bound,
-            sent,
-            evidence_id=f"receipt:{secrets.token_hex(8)}",
-        )
-        digest = None
-        if isinstance(reply, Succeeded | Refused):
-            digest = observation_of(tool.contract, reply).digest
-        ruled = tell_outcome(
-            self.ledger,
-            self.claim.run_id,
-            self.workflow,
-            out,
-            known_digest=digest,
-            phase=self._phase,
-        )
+        ruled = sending.tell(end, reply, bound=bound, sent=sent)
         self.handle.writing = False
         self.runtime.send(ruled.due)
-
-    def _listen_for_late(
-        self, late: asyncio.Future[Any], go: Go, tool: Tool, arguments: Any, state: RunState
-    ) -> None:
-        """A call that was given up may still answer: a receipt, however late, is evidence."""
-
-        def heard(work: asyncio.Future[Any]) -> None:
-            if work.cancelled() or work.exception() is not None:
-                return
-            done = Called(End.RETURNED, work.result())
-            end, reply = judged(tool.contract, arguments, done, state.facts)
-            if isinstance(reply, Succeeded):
-                if tool.contract.confirmed_by_query:  # its query is the reconciler's by now
-                    reply = NOT_CONFIRMED
-                try:
-                    self._outcome(go, tool, end, reply)
-                except (ConnectionLost, DatabaseUnavailable) as error:
-                    log.warning("late evidence for %s was not stored (%s)", go.effect.id, error)
-
-        late.add_done_callback(heard)
 
     # ---- update ----------------------------------------------------------------------------------
 
@@ -953,110 +961,11 @@ class _Step:
         return await asyncio.get_running_loop().run_in_executor(None, act)
 
 
-def tell_outcome(
-    ledger: Ledger,
-    run_id: str,
-    workflow: Workflow,
-    out: Outcome,
-    *,
-    known_digest: str | None,
-    phase: Callable[[RunState], Phase] | None = None,
-) -> Ruled:
-    """Commit what a sender knows of its attempt, for the run that owns the effect by now."""
-    while True:
-        ruled = ledger.rule(
-            run_id,
-            lambda locked: protocol.outcome(locked, workflow, out),
-            effect_id=out.effect_id,
-            known_digest=known_digest,
-            phase=phase,
-        )
-        if ruled.ruling is not None:
-            return ruled
-        effect = ruled.locked.effect
-        assert effect is not None and effect.owner_run_id is not None
-        run_id = effect.owner_run_id  # has sent the intent again: its row decides
-        phase = None
-
-
-def judged(
-    contract: ToolContract, arguments: Any, done: Called, run: RunFacts
-) -> tuple[End, Reply | None]:
-    """Judge what came back of a tool before anything of it may enter the state.
-
-    A refusal that the tool raises is a reply. A result outside of its contract, of another subject,
-    too large, or whose postcondition does not hold is no result: of a read a failure, of a write a
-    doubt.
-    """
-    said = done.value if done.error is None else done.error
-    if isinstance(said, ToolRefused | Refused):
-        # A refusal that the service has stored under the key would be all that the key ever gets.
-        stored = contract.side_effect.writes and contract.stores_failures
-        return End.RETURNED, Refused(_reason(said.reason), bool(said.retryable) and not stored)
-    if isinstance(said, ToolUnclear | Doubtful):
-        return End.RETURNED, Doubtful(_reason(said.reason))
-    if done.end is not End.RETURNED:
-        return done.end, None
-    problem = None
-    value: Json = None
-    text = ""
-    try:
-        value = contract.check_output(said.value if isinstance(said, Succeeded) else said)
-        text = value if isinstance(value, str) else canonical(value)
-        if isinstance(said, Succeeded):
-            text = said.text
-        if not isinstance(text, str):
-            problem = "result-violates-contract"
-        elif len(text) > contract.max_output_bytes:
-            problem = "output-too-large"
-        elif contract.belongs_to is not None and not contract.belongs_to(value, run):
-            problem = "result-of-another-subject"
-        elif contract.postcondition is not None and not contract.postcondition(arguments, value):
-            problem = "postcondition-failed"
-    except NotCanonical as error:
-        log.info("tool %s: %s", contract.name, error)
-        problem = "result-violates-contract"
-    except BaseException as error:  # also what would end the event loop: it is sync code
-        log.info("tool %s: a check of its contract raised %r", contract.name, error)
-        problem = "result-violates-contract"
-    if problem is None:
-        return End.RETURNED, Succeeded(value, text)
-    if contract.side_effect.writes:
-        return End.RETURNED, Doubtful(problem)
-    return End.RETURNED, Refused(problem)
-
-
 def _passing(error: BaseException | None) -> bool:
     """Whether a read or a check that ended with this error may succeed when it is made again."""
     if isinstance(error, ToolRefused):
         return error.retryable is True
     return may_pass(error)
-
-
-def confirms(contract: ToolContract, arguments: Any, found: Called, run: RunFacts) -> bool:
-    """Whether what a query has found confirms a receipt: a record that fits what was asked for."""
-    said = found.value
-    if found.end is not End.RETURNED or said is None:
-        return False
-    if isinstance(said, Absent | Pending | NoAnswer | Refused):
-        return False
-    if isinstance(said, Applied):
-        said = said.value
-    _, reply = judged(contract, arguments, Called(End.RETURNED, said), run)
-    return isinstance(reply, Succeeded)
-
-
-def _reason(said: object) -> str:
-    """A tool's own word on why: a text that can be stored, whatever it handed over."""
-    return said[:MAX_REASON] if isinstance(said, str) else type(said).__name__
-
-
-def _whole_ms(seconds: float) -> int:
-    """Whole milliseconds of a difference of two readings of the clock.
-
-    Such a difference is a trifle off: 0.001 s must not become 0 ms.
-    """
-    return int(round(seconds * 1000, 3))
 
 
 def _described(tool: Tool) -> MappingProxyType[str, Json]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,10 @@ from tests.acceptance import AcceptanceRecord
 # How long an example takes says how busy the machine is, and nothing about the program.
 settings.register_profile("untimed", settings(), deadline=None)
 settings.load_profile("untimed")
+
+# What signs approvals, for this process and those that it starts: no test makes a key file where it
+# happens to run.
+os.environ.setdefault("HANDRAIL_APPROVAL_SECRET", "tests-only/" + "0123456789" * 3)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -204,7 +204,7 @@ def declare(fleet: Fleet) -> Fleet:
         fleet.tool(
             name,
             side_effect="idempotent",
-            approval="never",
+            approval=approval,
             intent=lambda args, run: f"save:{args.item}",
             guarantee="unique-constraint",
             query=find,
@@ -212,7 +212,11 @@ def declare(fleet: Fleet) -> Fleet:
             settle_after_ms=100,
         )(save)
         # A lost worker's write is looked at when its lease is over: time limit + 5 s.
-        for name, timeout_ms in (("save", 3_000), ("save_patiently", 20_000))
+        for name, timeout_ms, approval in (
+            ("save", 3_000, "never"),
+            ("save_patiently", 20_000, "never"),
+            ("save_with_consent", 3_000, "always"),
+        )
     ]
     fleet.model("default", propose)
     fleet.workflow(

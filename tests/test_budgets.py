@@ -47,6 +47,7 @@ from handrail.gateway.model import (
     fold,
 )
 from handrail.runs import Run
+from handrail.testing.people import agree
 from handrail.testing.vectors import replay
 from tests.control import PATIENCE_S, Clock, Driven, ask, claim, details, stop_of, until
 
@@ -521,7 +522,7 @@ def test_nobody_is_asked_to_confirm_what_cannot_be_paid() -> None:
     run = bench.run("fixed", budget={"tool_calls": 0})
 
     assert (run.status, run.reason) == ("budget_exhausted", "tool-call-budget-exhausted")
-    assert bench.fleet.ledger.approvals() == []
+    assert bench.fleet.ledger.people.approvals() == []
 
 
 # ---- output -------------------------------------------------------------------------------------
@@ -641,7 +642,7 @@ def test_only_a_wait_for_a_person_moves_the_deadline_and_nothing_the_hard_expiry
     assert (before["deadline_at"], before["remaining_ms"]) == (None, 20_000)
 
     clock.advance(3_600_000)
-    bench.fleet.approve(parked)
+    agree(bench.fleet, parked)
 
     after = bench.fleet.ledger.read(parked.run_id)
     assert after["deadline_at"] == clock.now + 20_000

@@ -193,21 +193,16 @@ def test_a_parked_run_shows_its_exact_action_and_goes_on_once_approved(project: 
     assert project.loaded.notes == []
     assert '{"text": "flowers"}' in project("show", run_id)
 
-    approved = project.json("approve", run_id, "--as", "ada", "--yes")
+    project("principals", "admit", "boss", "--role", "admin")
+    project("principals", "admit", "ada", "--role", "approver", "--as", "boss")
+    agree = ("approve", run_id, "--as", "ada", "--yes", "--reason", "as ordered")
+    approved = project.json(*agree)
     project.loaded.fleet.drive(run_id)
 
     assert approved["status"] == "executing"
     assert project.loaded.notes == ["flowers"]
     assert project.json("show", run_id)["effects"][0]["status"] == "applied"
-    assert project.refused("approve", run_id, "--yes", code=2) == "nothing-to-approve"
-
-
-def test_nothing_is_approved_without_a_clear_yes(project: Project) -> None:
-    run_id = project.json("run", "post", "--goal", "flowers", "--here")["run_id"]
-
-    project("approve", run_id, code=1)  # nobody is there to answer the question
-
-    assert project.json("show", run_id)["status"] == "awaiting_approval"
+    assert project.refused(*agree, code=2) == "approval-refused"
 
 
 def test_a_waiting_run_is_cancelled(project: Project) -> None:
@@ -296,6 +291,7 @@ def test_a_budget_of_zero_is_legal_and_stops_at_once(project: Project) -> None:
         (["ask", "--goal", "a", "--input", '{"text": "a", "more": 1}'], "invalid-run"),
         (["chat", "--goal", "a", "--run-id", "../etc"], "invalid-run"),
         (["chat", "--goal", "a", "--principal", "no\nname"], "invalid-run"),
+        (["chat", "--goal", "a", "--principal", ""], "invalid-run"),
     ],
 )
 def test_bad_input_starts_no_run(migrated: Project, arguments: list[str], code: str) -> None:
@@ -303,7 +299,7 @@ def test_bad_input_starts_no_run(migrated: Project, arguments: list[str], code: 
     assert migrated.json("runs") == []
 
 
-@pytest.mark.parametrize("command", ["show", "trace", "cancel", "approve"])
+@pytest.mark.parametrize("command", ["show", "trace", "cancel"])
 def test_a_run_that_does_not_exist_is_named(migrated: Project, command: str) -> None:
     assert migrated.refused(command, "nobody", code=2) == "unknown-run"
 
@@ -371,6 +367,29 @@ def test_what_only_reads_needs_neither_code_nor_broker_and_makes_nothing(
     assert [path.name for path in project.directory.iterdir()] == [f"{project.module}.py"]
 
 
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["handoffs"],
+        ["approvals"],
+        ["audit", "verify"],
+        ["principals", "list"],
+        ["principals", "admit", "eve", "--role", "admin"],
+        ["pauses"],
+    ],
+)
+def test_a_wrong_directory_gets_no_ledger(
+    project: Project, monkeypatch: pytest.MonkeyPatch, command: list[str], named: bool
+) -> None:
+    if named:
+        monkeypatch.setenv("HANDRAIL_DATABASE_URL", "sqlite:///ours.db")
+    assert project.refused(*command, code=2) == "no-ledger"
+
+    assert str(project.directory) in project(*command, code=2), "it says where it looked"
+    assert [path.name for path in project.directory.iterdir()] == [f"{project.module}.py"]
+
+
 @pytest.mark.parametrize(
     "command",
     [["runs"], ["show", "r"], ["trace", "r"], ["cancel", "r"], ["run", "chat", "--goal", "a"]],
@@ -379,6 +398,7 @@ def test_a_database_that_is_not_migrated_is_not_used(
     project: Project, monkeypatch: pytest.MonkeyPatch, command: list[str]
 ) -> None:
     database = project.directory / "ours.db"
+    database.touch()
     monkeypatch.setenv("HANDRAIL_DATABASE_URL", f"sqlite:///{database}")
 
     said = project(*command, code=1)
@@ -490,6 +510,7 @@ def test_the_doctor_finds_nothing_wrong_with_what_is_right(
         "broker-ready": "ok",
         "sweep-never-ran": "warning",
         "effects-settled": "ok",
+        "nobody-needed": "ok",
         "nothing-paused": "ok",
     }
     assert "runs under way: none" in migrated("doctor")
@@ -498,6 +519,7 @@ def test_the_doctor_finds_nothing_wrong_with_what_is_right(
 def test_the_doctor_says_everything_that_must_change_at_once(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (project.directory / "ours.db").touch()
     monkeypatch.setenv("HANDRAIL_DATABASE_URL", f"sqlite:///{project.directory / 'ours.db'}")
     monkeypatch.setenv("HANDRAIL_BROKER_URL", NO_BROKER)
 

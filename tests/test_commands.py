@@ -22,6 +22,7 @@ from handrail.agent.stage import End, Frame, Leaf, Move, Proposed, View
 from handrail.agent.stage import Event as StageEvent
 from handrail.agent.status import Reason, RunStatus
 from handrail.tasks.calls import ToolCall
+from handrail.testing.people import agree
 from handrail.testing.virtual_fleet import VirtualFleet
 from tests.control import ask, details
 from tests.test_definitions import WRITE, find
@@ -295,7 +296,7 @@ def test_a_wait_for_a_person_moves_the_deadline_of_what_was_agreed_to(world: Wor
     world.step(run_id)
     assert world.row(run_id)["status"] == "awaiting_approval"
     world.advance(3_600_000)
-    world.fleet.approve(run_id)
+    agree(world.fleet, run_id)
 
     run = world.drive(run_id)
 
@@ -323,7 +324,7 @@ def test_of_two_writers_with_one_state_version_exactly_one_succeeds(world: World
         moved = replace(claim.state, status=RunStatus.RUNNING, state_version=1)
         ruling = Ruling(state=moved, attempts=0)
         together.wait(5)
-        return world.ledger.commit(claim, ruling, phase=claim.phase) is not False
+        return world.commit(claim, ruling) is not False
 
     with ThreadPoolExecutor(2) as pool:
         succeeded = list(pool.map(commit, [first, second]))
@@ -345,7 +346,7 @@ def test_a_version_is_never_written_twice_whoever_commits_first(world: World) ->
         moved = replace(claim.state, status=RunStatus.RUNNING, state_version=version)
         together.wait(5)
         ruling = Ruling(state=moved, attempts=0)
-        return world.ledger.commit(claim, ruling, phase=claim.phase) is not False
+        return world.commit(claim, ruling) is not False
 
     with ThreadPoolExecutor(2) as pool:
         succeeded = list(pool.map(commit, [1, 2]))

@@ -17,11 +17,12 @@ from handrail.agent.canonical import Json
 from handrail.agent.effects import Pending
 from handrail.agent.errors import InvalidDefinition
 from handrail.agent.review import findings
-from handrail.agent.stage import Action
+from handrail.agent.stage import Action, End
 from handrail.agent.status import RunStatus
-from handrail.agent.tools import FOREVER, Compensation, SideEffect
+from handrail.agent.tools import FOREVER, Compensation, Principal, SideEffect
 from handrail.agent.workflow import AgentLoop, Commit, Workflow
-from handrail.fleet import Fleet
+from handrail.fleet import Fleet, ask_bounded
+from handrail.reconciler.sweep import ask_directly
 from handrail.runs import Run
 from handrail.tasks.calls import ToolCall
 from tests.world import (
@@ -83,7 +84,7 @@ def statuses(world: World, run: str) -> tuple[str, str]:
 
 def handoff(world: World, run: str) -> dict[str, Any]:
     """The package of a run's one handoff."""
-    (found,) = world.ledger.handoffs(run_id=run)
+    (found,) = world.ledger.people.handoffs(run_id=run)
     package: dict[str, Any] = found["package"]
     assert found["effect_id"] == package["effect"]["id"]
     return package
@@ -507,6 +508,45 @@ def test_a_sweep_that_wakes_too_late_to_send_says_so(world: World) -> None:
     is_undone(world, world.drive(run))
 
 
+@pytest.mark.accept("LED-18")
+def test_a_compensation_is_not_sent_by_whoever_stood_still_right_before(world: World) -> None:
+    """Its last look was in time; the call itself would have left after the dispatch deadline."""
+    drafts(world, undo={"key_valid_for_ms": 0})
+    run = cancelled_in_flight(world)
+
+    def late(*args: Any, **options: Any) -> Any:
+        world.reconciler.ask = ask_directly
+        world.advance(5 * SECOND)
+        return ask_directly(*args, **options)
+
+    world.reconciler.ask = late
+    world.sweep_when_due(run)
+
+    assert world.service.performed == [f"save:{run}"]
+    assert statuses(world, run) == ("compensating", "absent")
+    assert undoing(world, run)["doubt"] == "none"
+    (told,) = world.ledger.evidence(undoing(world, run)["id"])
+    assert told["detail"] == {"end": "returned", "sent": False}
+    is_undone(world, world.drive(run))
+
+
+@pytest.mark.parametrize("blocks", [False, True], ids=["a coroutine", "a function that blocks"])
+def test_a_call_that_is_asked_for_too_late_is_not_made(blocks: bool) -> None:
+    called: list[str] = []
+
+    async def undo(arguments: Any, call: ToolCall) -> None:
+        called.append("undo")
+
+    def undo_in_a_thread(arguments: Any, call: ToolCall) -> None:
+        called.append("undo")
+
+    context = ToolCall("run", "tenant", Principal(), "undo", 5_000)
+    function = undo_in_a_thread if blocks else undo
+    done = ask_bounded(function, {}, context, 5_000, lambda: False).result(timeout=10)
+
+    assert (done.begun, done.end, called) == (False, End.TIMED_OUT, [])
+
+
 def test_a_lock_that_is_taken_or_away_holds_a_compensation_up_and_costs_nothing(
     world: World,
 ) -> None:
@@ -610,7 +650,7 @@ def test_a_write_that_another_run_rests_on_is_not_undone(world: World) -> None:
     assert world.fleet.cancel(second).status == "cancelled"
 
     assert world.effect("save:1")["status"] == "applied"
-    assert world.service.performed == ["save:1"] and world.ledger.handoffs() == []
+    assert world.service.performed == ["save:1"] and world.ledger.people.handoffs() == []
 
 
 @pytest.mark.accept("LED-14")
@@ -1111,7 +1151,7 @@ def test_a_proof_that_comes_after_the_deadline_is_kept(world: World) -> None:
     assert ended.observations == (f'{{"of":"save:{run}","receipt":1}}',)
     stopped = world.trace(run, "run.stopped")[-1]["detail"]
     assert stopped["products"]["observations"] == 1
-    assert world.ledger.handoffs(run_id=run) == []
+    assert world.ledger.people.handoffs(run_id=run) == []
 
 
 def test_a_proof_that_was_all_that_was_missing_completes_a_run_after_its_deadline(

@@ -192,7 +192,7 @@ def test_whoever_takes_over_is_named_in_the_handoff_after_a_cancellation() -> No
         virtual.advance(60_000)
         virtual.reconciler.sweep()
 
-        [handoff] = virtual.fleet.ledger.handoffs(run_id=run.run_id)
+        [handoff] = virtual.fleet.ledger.people.handoffs(run_id=run.run_id)
         assert handoff["package"]["takeover"] == "the payments desk"
 
 

@@ -17,6 +17,7 @@ from handrail.demo.shop import Shop, seed
 from handrail.gateway.model import Planner, Scripted
 from handrail.runs import Run
 from handrail.settings import Settings
+from handrail.testing.people import agree
 
 MAILS = {message["id"]: message for message in load_messages()}
 ANSWER_S = 10.0
@@ -48,7 +49,7 @@ class World:
         )
 
     def confirm(self, run: Run) -> Run:
-        self.fleet.approve(run, approver="the customer")
+        agree(self.fleet, run)
         return self.fleet.drive(run)
 
     def refunds_of(self, order_id: str) -> list[Receipt]:
@@ -259,14 +260,14 @@ def test_a_plan_that_differs_from_the_records_is_not_put_to_anybody(
     stopped = world.events(run, "run.stopped")[-1]
     assert (run.status, run.reason) == ("failed", reason)
     assert field in [violation["field"] for violation in stopped["violations"]]
-    assert world.fleet.ledger.approvals() == []
+    assert world.fleet.ledger.people.approvals() == []
 
 
 @pytest.mark.accept("ORC-09")
 def test_evidence_that_contradicts_itself_goes_to_a_person_with_both_sides(world: World) -> None:
     run = world.start("m-06")
 
-    package = world.fleet.ledger.handoffs(run_id=run.run_id)[0]["package"]
+    package = world.fleet.ledger.people.handoffs(run_id=run.run_id)[0]["package"]
     conflicts = package["verified"]["outputs"]["check_duplicate"]["conflicts"]
     assert (run.status, run.reason) == ("handed_off", "handoff-required")
     assert [len(conflict["evidence"]) for conflict in conflicts] == [2]
@@ -292,9 +293,9 @@ def test_a_person_confirms_the_exact_action_whatever_the_mail_claims(world: Worl
     """The mail says that a manager has approved; the planner believes it, and repeats it."""
     run = world.start("m-20")
 
-    waiting = world.fleet.ledger.approvals(run_id=run.run_id)
+    waiting = world.fleet.ledger.people.approvals(run_id=run.run_id)
     assert run.status == "awaiting_approval"
-    assert [(w["tool"], w["arguments"], w["subject"]) for w in waiting] == [
+    assert [(w.tool, w.arguments, w.subject) for w in waiting] == [
         (
             "refund",
             {"order_id": "HR-1025", "charge_id": "ch-1025-2", "amount_cents": 3100},
@@ -330,6 +331,7 @@ def test_without_the_permission_nobody_is_asked_to_confirm(world: World) -> None
 
 
 def test_an_order_that_changed_after_the_confirmation_is_not_refunded(world: World) -> None:
+    """The plan is made again, and finds that the records contradict each other."""
     parked = world.start("m-03")
     order = world.shop.order("HR-1003")
     assert order is not None
@@ -337,9 +339,52 @@ def test_an_order_that_changed_after_the_confirmation_is_not_refunded(world: Wor
 
     run = world.confirm(parked)
 
-    assert (run.status, run.reason) == ("failed", "tool-failed")
-    assert world.events(run, "run.stopped")[-1]["code"].startswith("changed-since-confirmation:")
+    [refused] = world.events(run, "plan.refused")
+    assert refused["refused"]["changed"]["violations"][0]["field"] == "order_id"
+    assert (run.status, run.reason) == ("handed_off", "handoff-required")
     assert world.requests_for("HR-1003") == 0
+
+
+@pytest.mark.accept("RPW-12")
+def test_a_corrected_price_is_planned_and_confirmed_again_and_refunded_as_it_is_now(
+    world: World,
+) -> None:
+    parked = world.start("m-36")
+    [correction] = MAILS["m-36"]["corrections"]
+    world.shop.correct_price(**correction)
+
+    again = world.confirm(parked)
+
+    [waiting] = world.fleet.ledger.people.approvals(run_id=again.run_id)
+    assert waiting.arguments["amount_cents"] == 5400
+    assert world.refunds_of("HR-1040") == []
+    run = world.confirm(again)
+
+    assert (run.status, run.reason) == ("completed", "completed")
+    assert [receipt.amount_cents for receipt in world.refunds_of("HR-1040")] == [5400]
+    assert world.requests_for("HR-1040") == 1
+
+
+def test_a_change_between_the_last_check_and_the_payment_is_refused_by_the_tool(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order ships in that moment: the same refund, under a consent of its own."""
+    check, before_paying = app.changes_since_confirmation, [0, 1]
+
+    def ships(outputs: app.Outputs) -> list[rules.Violation]:
+        if before_paying and before_paying.pop(0):
+            order = world.shop.order("HR-1002")
+            assert order is not None
+            assert world.shop.change_status("HR-1002", "shipped", version=order["version"])
+        return check(outputs)
+
+    monkeypatch.setattr(app, "changes_since_confirmation", ships)
+    again = world.confirm(world.start("m-02"))
+    assert again.status == "awaiting_approval"
+    assert world.requests_for("HR-1002") == 0
+
+    assert world.confirm(again).status == "completed"
+    assert world.requests_for("HR-1002") == 1
 
 
 class SaysItPaid(ProviderClient):

@@ -122,6 +122,7 @@ READ_TOOLS: dict[str, Any] = {
     "lookup_order": lambda shop, order_id: shop.order(order_id),
     "list_charges": lambda shop, order_id: {
         "order_id": order_id,
+        "version": shop.order(order_id)["version"],
         "charges": shop.charges_of(order_id),
     },
     "read_channel_rules": rule_of,
@@ -132,6 +133,8 @@ READ_TOOLS: dict[str, Any] = {
 def test_each_mail_comes_to_its_plan(shop: Shop, message: Message) -> None:
     """What the provider does to a refund comes later; here it is planned, and nothing else."""
     expect = message["expect"]
+    for correction in message.get("corrections", ()):
+        shop.correct_price(**correction)
     ending = drive(shop, message)
 
     assert ending.plan.get("order_id") == expect["order_id"]

@@ -730,7 +730,7 @@ def test_a_query_that_fails_leads_to_a_person() -> None:
         run = doubt.settle()
 
         assert (run.status, run.reason, len(doubt.keys)) == ("handed_off", "unknown-effect", 1)
-        [handoff] = virtual.fleet.ledger.handoffs(run_id=run.run_id)
+        [handoff] = virtual.fleet.ledger.people.handoffs(run_id=run.run_id)
         assert handoff["package"]["effect"]["status"] == "handed_off"
 
 

@@ -355,7 +355,9 @@ def test_a_step_that_kills_every_worker_is_handed_to_a_person(fleet: Deployment)
     assert stopped_once(fleet, run_id)
     assert requests(fleet, run) == {"model_calls": 2, "tool_calls": 2}
     assert {name: used(run, name) for name in requests(fleet, run)} == requests(fleet, run)
-    assert [h["reason"] for h in fleet.fleet.ledger.handoffs(run_id=run_id)] == ["worker-lost"]
+    assert [h["reason"] for h in fleet.fleet.ledger.people.handoffs(run_id=run_id)] == [
+        "worker-lost"
+    ]
     assert len(fleet.workers) == 1 and all(worker.is_alive for worker in fleet.workers.values())
 
 

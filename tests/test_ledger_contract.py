@@ -22,11 +22,13 @@ from typing import Any, Final
 import psycopg
 import pytest
 
+from handrail.agent.approvals import ApprovalRefused
 from handrail.agent.budget import Budget, BudgetLeft, Phase, charge
 from handrail.agent.canonical import Json
 from handrail.agent.effects import EffectStatus, Terms, upstream_key
 from handrail.agent.errors import InvariantBroken, ToolRefused
 from handrail.agent.fixed import Commit, Confirm, Read
+from handrail.agent.people import MAX_WORDS
 from handrail.agent.protocol import Locked, Ruling
 from handrail.agent.stage import Action
 from handrail.agent.status import Reason, RunStatus
@@ -36,12 +38,12 @@ from handrail.fleet import InvalidQuery, InvalidRun
 from handrail.ledger.database import ConnectionLost
 from handrail.ledger.errors import (
     DatabaseUnavailable,
-    NothingToApprove,
     RunExists,
     UnknownRun,
 )
 from handrail.ledger.ledger import Claim, Ledger
 from handrail.tasks.calls import ToolCall
+from handrail.testing.people import APPROVER, OPERATOR, agree, disagree
 from tests.world import (
     KINDS,
     LEASE_MS,
@@ -270,7 +272,9 @@ def test_many_claimants_at_once_never_overspend(world: World) -> None:
                 return mine
             mine["granted"] += 1
             mine["reads"] += claim.state.left.tool_calls_reserved
-            world.ledger.give_back([claim.claim_id], unused=[], holder=name)
+            for _ in range(1_000):  # while another is at the row, it is not given back
+                if world.ledger.give_back([claim.claim_id], unused=[], holder=name):
+                    break
         return mine
 
     with ThreadPoolExecutor(4) as pool:
@@ -382,10 +386,10 @@ def test_a_commit_that_comes_too_late_or_twice_changes_nothing(world: World) -> 
     ruling = Ruling(state=replace(claim.state, status=R.RUNNING))
     taken_over = replace(claim, epoch=claim.epoch + 1)
 
-    assert world.ledger.commit(taken_over, ruling, phase=Phase.DECIDE) is False
-    assert world.ledger.commit(claim, ruling, phase=Phase.DECIDE) is not False
+    assert world.commit(taken_over, ruling) is False
+    assert world.commit(claim, ruling) is not False
     before = world.row(run)
-    assert world.ledger.commit(claim, ruling, phase=Phase.DECIDE) is False
+    assert world.commit(claim, ruling) is False
     assert world.row(run) == before
 
 
@@ -662,7 +666,7 @@ def test_wherever_a_worker_dies_in_a_read_round_the_run_goes_on(world: World) ->
         before = world.used(run)
         assert world.drive(run).status == "completed", place
         after = world.used(run)
-        claimed, committed = place != "before claim", place == "after commit"
+        claimed, committed = place != "before claim", place == "after commit_each"
         assert before["model_calls"] == claimed, place
         assert after["model_calls"] == 2 + (claimed and not committed), place
         assert world.row(run)["observation_count"] == 1, place
@@ -672,7 +676,7 @@ def test_wherever_a_worker_dies_in_a_read_round_the_run_goes_on(world: World) ->
     assert places >= {
         f"{side} {call}"
         for side in ("before", "after")
-        for call in ("claim", "model", "read tool", "commit")
+        for call in ("claim", "model", "read tool", "commit_each")
     }
 
 
@@ -759,7 +763,7 @@ def test_after_some_workers_died_on_one_step_a_person_is_asked(world: World) -> 
 
     row = world.row(run)
     assert (row["status"], row["reason"]) == ("handed_off", "worker-lost")
-    assert [h["reason"] for h in world.ledger.handoffs(run_id=run)] == ["worker-lost"]
+    assert [h["reason"] for h in world.ledger.people.handoffs(run_id=run)] == ["worker-lost"]
     assert world.reconciler.sweep() == 0 and world.claim(run) is None
 
 
@@ -1039,7 +1043,7 @@ def test_a_second_run_meets_the_intent_of_a_first(
         assert world.drive(second).status == "completed"
     if then == "handed_off":
         assert world.row(second)["reason"] == "unknown-effect"
-        assert len(world.ledger.handoffs(run_id=second)) == 1
+        assert len(world.ledger.people.handoffs(run_id=second)) == 1
     assert len(world.service.performed) <= 1
 
 
@@ -1052,7 +1056,7 @@ def test_a_cancelled_run_leaves_the_effect_on_which_another_rests(world: World) 
     assert world.fleet.cancel(second).status == "cancelled"
 
     assert world.effect("save:1")["status"] == "applied"
-    assert world.ledger.handoffs() == []
+    assert world.ledger.people.handoffs() == []
     assert world.service.performed == ["save:1"]
 
 
@@ -1069,7 +1073,7 @@ def test_a_run_whose_attempt_came_to_nothing_rests_on_no_result(world: World) ->
 
     assert world.row(second)["status"] == "handed_off"
     assert world.effect("save:1")["status"] == "applied"
-    assert len(world.ledger.handoffs(run_id=second)) == 1
+    assert len(world.ledger.people.handoffs(run_id=second)) == 1
 
 
 def test_a_run_that_waits_for_anothers_write_gets_its_result_or_its_turn(world: World) -> None:
@@ -1108,7 +1112,7 @@ def test_a_sender_that_is_late_speaks_to_the_run_that_owns_the_effect_by_now(
     world.step(first, outside=Outside(lambda place: place == "before write tool", others))
 
     assert world.effect("save:1")["status"] == "contradicted"  # the second has moved on
-    assert [h["reason"] for h in world.ledger.handoffs(run_id="second")] == ["contradiction"]
+    assert [h["reason"] for h in world.ledger.people.handoffs(run_id="second")] == ["contradiction"]
     assert world.row("first")["status"] == "cancelled"
 
 
@@ -1370,12 +1374,63 @@ def test_a_cancel_or_consent_whose_answer_was_lost_counts_once(world: World) -> 
         for run in (agreed, cancelled):
             world.step(run)
         world.database.lose(1, executed=executed, only="COMMIT")
-        assert world.fleet.approve(agreed).status == "executing"
+        assert agree(world.fleet, agreed).status == "executing"
         world.database.lose(1, executed=executed, only="COMMIT")
         assert world.fleet.cancel(cancelled).status == "cancelled"
         assert len(world.trace(agreed, "approval.given")) == 1
         assert len(world.trace(cancelled, "cancel.requested")) == 1
         assert world.drive(agreed).status == "completed"
+
+
+#: What a person does: the consent of the first of two, a resolution, and what moves no run.
+ACTS: Final[dict[str, Callable[[World, str, str], object]]] = {
+    "request-token": lambda w, run, token: w.fleet.desk.issue_token(
+        w.ledger.people.approvals(run_id=run)[0].id, by=APPROVER
+    ),
+    "approve": lambda w, run, token: w.fleet.approve(token, by=APPROVER),
+    "claim": lambda w, run, token: w.fleet.desk.claim(_open_handoff(w), by=OPERATOR),
+    "comment": lambda w, run, token: w.fleet.desk.comment(
+        _open_handoff(w), "I am on it", by=OPERATOR
+    ),
+    "resolve": lambda w, run, token: w.fleet.desk.resolve(
+        _open_handoff(w), "failed", by=OPERATOR, reason="nobody wants it any more"
+    ),
+    "admit": lambda w, run, token: w.fleet.desk.admit("root", ["admin"]),
+    "pause": lambda w, run, token: w.fleet.pause(by=OPERATOR, reason="as it is night"),
+}
+
+
+def _open_handoff(world: World) -> str:
+    return str(world.ledger.people.handoffs()[0]["id"])
+
+
+@pytest.mark.parametrize("executed", [False, True])
+@pytest.mark.parametrize("act", ACTS)
+def test_what_a_person_does_is_done_once_whichever_answer_was_lost(
+    world: World, act: str, executed: bool
+) -> None:
+    world.workflow(world.write_tool(approval="always", approvers=2), plan=[save_for_goal])
+    unkept = world.write_tool("pay", intent=lambda arguments, run: "x" * 5_000)
+    pay = {"kind": "tool", "tool": "pay", "arguments": {}}
+    world.workflow(unkept, name="pays", plan=[pay])
+    asking, handed_off = world.start(), world.start("pays")
+    world.step(asking)
+    assert world.drive(handed_off).status == "handed_off"
+    [asked] = world.ledger.people.approvals(run_id=asking)
+    token = world.fleet.desk.issue_token(asked.id, by=APPROVER)
+    before = len(list(world.ledger.people.audit_links()))
+
+    looks = act == "resolve"  # in a transaction of its own
+    world.database.lose(1 + looks, executed=executed, only="COMMIT")
+    ACTS[act](world, asking, token)
+
+    assert world.database.lost
+    links = list(world.ledger.people.audit_links())
+    assert [link.act for link in links[before:]] == [act]
+    assert world.fleet.desk.verify_audit().intact
+    consents = world.rows("SELECT who FROM handrail_consent")
+    assert len(consents) == (act == "approve")
+    assert len(world.rows("SELECT id FROM handrail_comment")) == (act == "comment")
 
 
 def test_a_database_that_stays_away_is_said_so_and_loses_nothing(
@@ -1407,7 +1462,7 @@ def test_a_consent_is_consumed_in_the_transaction_of_the_dispatch(world: World) 
     world.step(run)
     assert world.row(run)["status"] == "awaiting_approval"
     assert world.used(run)["tool_calls"] == 0 and world.rows(CONSENTS)[0]["status"] == "pending"
-    world.fleet.approve(run, approver="bob")
+    agree(world.fleet, run)
 
     def record(place: str) -> bool:
         (found,) = world.rows(CONSENTS)
@@ -1433,7 +1488,7 @@ def test_a_consent_is_never_consumed_without_its_dispatch(world: World, executed
     world.workflow(world.write_tool(approval="always"), plan=[save(id=1)])
     run = world.start()
     world.step(run)
-    world.fleet.approve(run)
+    agree(world.fleet, run)
     world.database.lose(2, executed=executed, only="COMMIT")  # after the checkpoint's
     outside = Outside(lambda place: place == "after rule")
     outside.then = outside.die
@@ -1450,7 +1505,7 @@ def test_what_was_agreed_to_is_done_although_no_model_call_is_left(world: World)
     world.workflow(world.write_tool(approval="always"), plan=[save(id=1)])
     run = world.start(budget={"model_calls": 1, "steps": 1})
     world.step(run)
-    world.fleet.approve(run)
+    agree(world.fleet, run)
     ended = world.drive(run)
 
     assert world.service.performed == ["save:1"] and world.used(run)["model_calls"] == 1
@@ -1464,7 +1519,7 @@ def test_what_is_done_is_what_was_agreed_to(world: World) -> None:
     world.workflow(world.write_tool(approval="always"), plan=[lambda seen: next(told)])
     run = world.start()
     world.step(run)
-    (shown,) = world.ledger.approvals(run_id=run)
+    (shown,) = world.ledger.people.approvals(run_id=run)
     sent: list[Any] = []
 
     def execute(arguments: Any, call: ToolCall) -> Json:
@@ -1472,11 +1527,11 @@ def test_what_is_done_is_what_was_agreed_to(world: World) -> None:
         return "done"
 
     world.service.script = [execute]
-    world.fleet.approve(run)
+    agree(world.fleet, run)
     world.step(run)
 
-    assert sent == [shown["arguments"]] == [{"id": 1, "amount": 5}]
-    assert world.effect("save:1")["arguments_hash"] == shown["arguments_hash"]
+    assert sent == [shown.arguments] == [{"id": 1, "amount": 5}]
+    assert world.effect("save:1")["arguments_hash"] == shown.arguments_hash
 
 
 def test_one_consent_given_by_many_at_once_is_one_effect(world: World) -> None:
@@ -1488,8 +1543,8 @@ def test_one_consent_given_by_many_at_once_is_one_effect(world: World) -> None:
     def approve(_: int) -> int:
         at_once.wait()
         try:
-            world.fleet.approve(run)
-        except NothingToApprove:
+            agree(world.fleet, run)
+        except ApprovalRefused:
             return 0
         return 1
 
@@ -1498,12 +1553,14 @@ def test_one_consent_given_by_many_at_once_is_one_effect(world: World) -> None:
     assert world.drive(run).status == "completed" and world.service.performed == ["save:1"]
 
 
-@pytest.mark.parametrize("field", ["arguments_hash", "tool", "contract_version", "intent_key"])
+@pytest.mark.parametrize(
+    "field", ["arguments_hash", "tool", "contract_version", "contract_hash", "intent_key"]
+)
 def test_a_consent_to_anything_else_is_none(world: World, field: str) -> None:
     world.workflow(world.write_tool(approval="always"), plan=[save(id=1)])
     run = world.start()
     world.step(run)
-    world.fleet.approve(run)
+    agree(world.fleet, run)
     world.control.run(f"UPDATE handrail_approval SET {field} = 'forged'", {})
     ended = world.drive(run)
 
@@ -1521,18 +1578,21 @@ def test_a_consent_expires_whether_it_was_given_or_not(world: World) -> None:
     asked, agreed, late = (world.start() for _ in range(3))
     for run in (asked, agreed, late):
         world.step(run)
-    world.fleet.approve(agreed)
+    agree(world.fleet, agreed)
+    [waiting] = world.fleet.desk.approvals(by=APPROVER, run=late)
+    token = world.fleet.desk.issue_token(waiting.id, by=APPROVER)
     world.advance(60_000)
 
-    with pytest.raises(NothingToApprove) as refused:
-        world.fleet.approve(late)
-    assert refused.value.status == "failed"
+    with pytest.raises(ApprovalRefused) as refused:
+        world.fleet.approve(token, by=APPROVER)
+    assert refused.value.problem == "expired"
+    assert world.row(late)["status"] == "failed"
     world.sweep_when_due(asked)
     for run in (asked, agreed, late):
         ended = world.drive(run)
         assert (ended.status, ended.reason) == ("failed", "approval-expired"), run
     assert world.service.performed == []
-    assert {row["status"] for row in world.rows(CONSENTS)} == {"expired", "approved"}
+    assert {row["status"] for row in world.rows(CONSENTS)} == {"expired", "withdrawn"}
 
 
 def test_waiting_for_a_person_takes_no_working_time_but_life(world: World) -> None:
@@ -1543,7 +1603,7 @@ def test_waiting_for_a_person_takes_no_working_time_but_life(world: World) -> No
         world.advance(9_000)
         world.step(run)
     world.advance(3_600_000)
-    world.fleet.approve(patient)
+    agree(world.fleet, patient)
 
     row = world.row(patient)
     assert row["deadline_at"] - world.clock.ms == 38_000 - 9_000
@@ -1557,31 +1617,42 @@ def test_waiting_for_a_person_takes_no_working_time_but_life(world: World) -> No
 def test_a_run_that_waits_for_nothing_cannot_be_agreed_to(world: World) -> None:
     world.workflow(world.write_tool(approval="always"), plan=[save(id=1)])
     run = world.start()
-    for act in (world.fleet.approve, world.fleet.reject):
-        with pytest.raises(NothingToApprove) as refused:
-            act(run)
-        assert refused.value.status == "queued"
-    with pytest.raises(NothingToApprove):
-        world.fleet.answer(run, "42")
+    assert world.fleet.desk.approvals(by=APPROVER, run=run) == []
+    with pytest.raises(ApprovalRefused) as refused:
+        world.fleet.answer(run, "42", by=OPERATOR)
+    assert refused.value.problem == "not-asked"
     with pytest.raises(UnknownRun):
-        world.fleet.approve("nobody")
+        world.fleet.answer("nobody", "42", by=OPERATOR)
     world.step(run)
+    [asked] = world.fleet.desk.approvals(by=APPROVER, run=run)
+    token = world.fleet.desk.issue_token(asked.id, by=APPROVER)
     assert world.fleet.cancel(run).status == "cancelled"
     assert world.rows(CONSENTS)[0]["status"] == "withdrawn"
-    with pytest.raises(NothingToApprove):
-        world.fleet.approve(run)
+    late: list[Callable[[], object]] = [
+        lambda: world.fleet.approve(token, by=APPROVER),
+        lambda: world.fleet.reject(asked.id, by=APPROVER, reason="no"),
+        lambda: world.fleet.desk.issue_token(asked.id, by=APPROVER),
+    ]
+    for act in late:
+        with pytest.raises(ApprovalRefused) as refused:
+            act()
+        assert refused.value.problem == "not-pending"
+    assert world.rows("SELECT * FROM handrail_consent") == []
 
 
 def test_a_refusal_is_final(world: World) -> None:
     world.workflow(world.write_tool(approval="always"), plan=[save(id=1)])
     run = world.start()
     world.step(run)
-    refused = world.fleet.reject(run, approver="bob", comment="too much")
+    [asked] = world.fleet.desk.approvals(by=APPROVER, run=run)
+    token = world.fleet.desk.issue_token(asked.id, by=APPROVER)
+    refused = world.fleet.reject(asked.id, by=APPROVER, reason="too much")
 
     assert (refused.status, refused.reason) == ("failed", "approval-rejected")
-    assert world.rows(CONSENTS)[0]["decided_by"] == "bob"
-    with pytest.raises(NothingToApprove):
-        world.fleet.approve(run)
+    assert world.rows(CONSENTS)[0]["decided_by"] == APPROVER.subject
+    with pytest.raises(ApprovalRefused) as too_late:
+        world.fleet.approve(token, by=APPROVER)
+    assert too_late.value.problem == "not-pending"
 
 
 # ---- cancelling ----------------------------------------------------------------------------------
@@ -1641,6 +1712,34 @@ def test_a_cancel_of_a_reconciling_run_does_not_move_its_next_query(world: World
 
     assert after["wake_at"] == before["wake_at"] and after["epoch"] == before["epoch"]
     assert after["cancel_requested_at"] == world.clock.ms
+
+
+@pytest.mark.parametrize("what", ["the look", "the word"])
+def test_what_was_never_sent_is_said_although_the_ledger_is_away_for_a_moment(
+    world: World, what: str
+) -> None:
+    """The last look fails, or is too late and that cannot be told at once: without a key and a
+    query nobody else could ever say it.
+    """
+    world.workflow(world.write_tool(key_valid_for_ms=0, query=False), plan=[save(id=1)])
+    run = world.start()
+    outside = Outside()
+
+    def away() -> None:
+        outside.when = lambda place: False
+        raise DatabaseUnavailable("away for a moment")
+
+    def at(place: str) -> bool:
+        if what == "the word" and place == "after read":
+            world.meanwhile(lambda: world.advance(12_000))
+        return place == ("before read" if what == "the look" else "before outcome")
+
+    outside.when, outside.then = at, away
+    world.step(run, outside=outside)
+
+    assert world.effect("save:1")["status"] == "absent" and world.service.performed == []
+    assert world.drive(run).status == "completed"
+    assert world.service.performed == ["save:1"]
 
 
 # ---- leases --------------------------------------------------------------------------------------
@@ -1705,7 +1804,7 @@ def test_a_worker_that_leaves_gives_its_leases_back_and_nothing_is_lost(world: W
     assert (row["status"], row["attempts"], row["lease_until"]) == ("queued", 0, None)
     assert world.used(run)["tool_calls"] == 0  # the read had not begun
     assert world.used(run)["model_calls"] == 1  # that call may have
-    assert world.ledger.commit(claim, Ruling(state=claim.state), phase=Phase.DECIDE) is False
+    assert world.commit(claim, Ruling(state=claim.state)) is False
     assert world.ledger.give_back([claim.claim_id], unused=[], holder="a worker") == []
     assert world.drive(run).status == "completed"
 
@@ -1795,15 +1894,16 @@ def test_any_text_goes_through_every_path_and_comes_back_as_it_was(world: World,
     )
     same = world.fleet.enqueue("draft", goal="other", run_id="r2", dedupe_key=short)
     assert world.drive(run).status == "awaiting_input"
-    world.fleet.answer(run, text, author=short)
+    said = text[:MAX_WORDS]
+    world.fleet.answer(run, said, by=OPERATOR)
     ended = world.drive(run)
 
     assert same == run and (ended.goal, ended.reason) == (text[:20_000], "completed")
     assert ended.answer == text
     found = world.ledger.observations(run)
-    assert [item["source"] for item in found] == ["lookup", "save", f"answer:{short}", "save"]
+    assert [item["source"] for item in found] == ["lookup", "save", "answer:operator", "save"]
     assert json.loads(found[1]["text"])["text"] == text
-    assert found[2]["text"] == text
+    assert found[2]["text"] == said
     assert found[3]["text"] == f"tool:save:failed:{text[:300]}"
     (effect,) = [e for e in world.ledger.effects() if e["intent_key"] == f"save:{short}"]
     assert (effect["arguments"]["text"], effect["result"]["text"]) == (text, text)
@@ -1880,16 +1980,21 @@ def test_an_outcome_is_recorded_whatever_the_tool_returned(world: World, name: s
 
 
 @pytest.mark.parametrize("name", NASTY)
-def test_a_person_may_have_any_name(world: World, name: str) -> None:
+def test_a_person_may_say_anything(world: World, name: str) -> None:
     world.workflow(world.write_tool(approval="always"), plan=[save_for_goal])
     agreed, refused = world.start(), world.start()
     for run in (agreed, refused):
         world.step(run)
-    world.fleet.approve(agreed, approver=NASTY[name])
-    world.fleet.reject(refused, approver=NASTY[name], comment=NASTY[name])
+    text = NASTY[name][:MAX_WORDS]
+    agree(world.fleet, agreed)
+    disagree(world.fleet, refused, reason=text)
 
     assert world.drive(agreed).status == "completed"
-    assert world.trace(refused, "run.stopped")[0]["detail"]["comment"] == NASTY[name]
+    detail = world.trace(refused, "run.stopped")[0]["detail"]
+    assert (detail["comment"], detail["by"]) == (text, "approver")
+    acts = world.fleet.desk.audit(by=OPERATOR, run=refused)
+    assert [(act["actor"], act["reason"]) for act in acts] == [("approver", text)]
+    assert world.fleet.desk.verify_audit().intact
 
 
 @pytest.mark.parametrize("name", NASTY)

@@ -112,6 +112,11 @@ def ledger(
         store(opened, "handrail_effect", EFFECT)
         store(opened, "handrail_approval", APPROVAL)
         store(opened, "handrail_handoff", HANDOFF)
+        store(opened, "handrail_principal", PRINCIPAL)
+        store(opened, "handrail_audit", AUDIT)
+        store(opened, "handrail_audit_head", {"id": 1})
+        store(opened, "handrail_approval_token", {"hash": "t1", "approval_id": "a1"})
+        store(opened, "handrail_consent", {"approval_id": "a1", "who": "bob"})
         yield opened
 
 
@@ -123,7 +128,9 @@ RUN = {
     "mode": "live",
 }
 EFFECT = {"id": "e1", "tenant": "t", "intent_key": "refund:1", "status": "planned", "doubt": "none"}
-APPROVAL = {"id": "a1", "run_id": "r1", "status": "pending"}
+APPROVAL = {"id": "a1", "run_id": "r1", "status": "pending", "approvers": 1}
+PRINCIPAL = {"subject": "bob", "roles": '["approver"]'}
+AUDIT = {"seq": 1, "act": "admit"}
 HANDOFF = {"id": "h1", "run_id": "r1", "reason": "unknown-effect", "status": "open"}
 
 
@@ -346,6 +353,10 @@ def test_an_in_memory_ledger_cannot_be_upgraded_from_outside() -> None:
         ("handrail_trace", {"run_id": "r1"}, "UPDATE handrail_trace SET events = '[]'"),
         ("handrail_observation", {"run_id": "r1"}, "UPDATE handrail_observation SET text = 'no'"),
         ("handrail_evidence", {"effect_id": "e1"}, "UPDATE handrail_evidence SET kind = 'other'"),
+        ("handrail_consent", {"approval_id": "a1"}, "UPDATE handrail_consent SET who = 'eve'"),
+        ("handrail_comment", {"handoff_id": "h1"}, "UPDATE handrail_comment SET text = 'no'"),
+        ("handrail_audit", {}, "UPDATE handrail_audit SET actor = 'eve'"),
+        ("handrail_audit", {}, "UPDATE handrail_audit SET hash = 'another'"),
     ],
 )
 def test_a_record_is_never_changed_and_goes_with_its_run(
@@ -354,6 +365,8 @@ def test_a_record_is_never_changed_and_goes_with_its_run(
     upgrade(url)
     store(database, "handrail_run", RUN)
     store(database, "handrail_effect", EFFECT)
+    store(database, "handrail_approval", APPROVAL)
+    store(database, "handrail_handoff", HANDOFF)
     store(database, table, row)
 
     with pytest.raises(REFUSED, match=f"handrail: {table} is append-only"):
@@ -382,7 +395,40 @@ def test_a_record_is_never_changed_and_goes_with_its_run(
         ("handrail_effect", {**EFFECT, "id": "e2", "intent_key": "k", "status": "compensating"}),
         ("handrail_approval", {**APPROVAL, "id": "a2"}),  # a second open request
         ("handrail_approval", {**APPROVAL, "id": "a2", "status": "consumed"}),  # by no effect
+        *(
+            ("handrail_approval", {**APPROVAL, "id": "a2", "status": "rejected"} | wrong)
+            for wrong in (
+                {"status": "granted"},
+                {"effect_id": "e1"},  # consumed without being so
+                {"approvers": 0},
+                {"approvers": 3},
+                {"run_id": "nobody's"},
+            )
+        ),
+        ("handrail_approval_token", {"hash": "t1", "approval_id": "a1"}),  # the same twice
+        ("handrail_approval_token", {"hash": "t2", "approval_id": "none"}),
+        ("handrail_approval_token", {"hash": "t2", "approval_id": "a1", "used_at": 1}),  # by nobody
+        ("handrail_approval_token", {"hash": "t2", "approval_id": "a1", "used_by": "bob"}),  # when?
+        ("handrail_consent", {"approval_id": "a1", "who": "bob"}),  # a second one of one person
+        ("handrail_consent", {"approval_id": "none", "who": "bob"}),
         ("handrail_handoff", {**HANDOFF, "id": "h2"}),  # open for the same reason
+        *(
+            ("handrail_handoff", {**HANDOFF, "id": "h2", "reason": "contradiction"} | wrong)
+            for wrong in (
+                {"status": "closed"},
+                {"status": "resolved"},  # as what, and when?
+                {"status": "resolved", "resolution": "failed"},
+                {"status": "resolved", "resolved_at": 1},
+                {"resolution": "failed", "resolved_at": 1},  # and open
+                {"claimed_by": "bob"},  # for ever
+                {"claimed_until": 1},
+                {"run_id": "nobody's"},
+            )
+        ),
+        ("handrail_comment", {"handoff_id": "none"}),
+        ("handrail_principal", PRINCIPAL),  # one person, two sets of roles
+        ("handrail_audit", AUDIT),  # two acts in one place
+        ("handrail_audit_head", {"id": 2}),  # a second chain
         ("handrail_pause", {"scope": "queue"}),
         ("handrail_pause", {"scope": "fleet", "name": "ours"}),  # the fleet has no name
         ("handrail_pause", {"scope": "tool", "name": ""}),  # which one?

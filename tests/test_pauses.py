@@ -267,6 +267,48 @@ def until(world: World, run: str, status: str) -> None:
         world.sweep_when_due(run)
 
 
+@pytest.mark.accept("LED-19")
+def test_lifting_a_pause_sets_a_compensation_going_at_once(world: World) -> None:
+    """As it does a run; one that its service holds up goes on waiting."""
+    world.workflow(world.compensable_tool(), plan=[save_for_goal], budget=BUDGET)
+    run = world.start(run_id="r")
+    outside = Outside(when=lambda place: place == "after write tool")
+    outside.then = lambda: world.fleet.cancel(run)
+    world.step(run, outside=outside)
+    world.fleet.pause("tool", "undo_save", reason="the provider is down")
+    world.sweep_when_due(run)
+    assert world.effect("undo:r")["status"] == "planned"
+    assert world.row(run)["wake_at"] > world.clock.ms
+
+    world.fleet.resume("tool", "undo_save")
+    assert world.row(run)["wake_at"] == world.clock.ms and world.row(run)["due_at"] is None
+    world.reconciler.sweep()
+
+    assert world.fleet.get(run).status == "compensated"
+    assert world.service.performed == ["save:r", "undo:r"]
+
+
+def test_a_compensation_that_waits_for_its_service_is_not_hurried_by_the_end_of_a_pause(
+    world: World,
+) -> None:
+    world.workflow(world.compensable_tool(), plan=[save_for_goal], budget=BUDGET)
+    run = world.start(run_id="r")
+    world.service.script = ["ok", "dropped"]
+    outside = Outside(when=lambda place: place == "after write tool")
+    outside.then = lambda: world.fleet.cancel(run)
+    world.step(run, outside=outside)
+    world.sweep_when_due(run)
+    before = world.effect("undo:r")
+    assert before["status"] == "unknown" and before["next_query_at"] > world.clock.ms
+
+    world.fleet.pause("tool", "undo_save", reason="the provider is down")
+    world.fleet.resume("tool", "undo_save")
+    world.reconciler.sweep()
+
+    assert world.effect("undo:r") == before
+    assert world.row(run)["wake_at"] == before["next_query_at"]
+
+
 def test_wherever_a_worker_dies_under_a_pause_the_run_goes_on_after_it(world: World) -> None:
     world.workflow(world.write_tool(), plan=[save_for_goal], budget=BUDGET)
     number, reached = 0, True
@@ -352,7 +394,8 @@ def test_that_statement_counts_by_an_index_and_no_further_than_it_matters(world:
         f" FROM handrail_effect AS e, {numbers}",
         {},
     )
-    asked = {"tenant": "default", "workflow": "draft", "tool": "save", "most": 10}
+    asked: dict[str, Any] = {"tenant": "default", "workflow": "draft", "tool": "save", "most": 10}
+    asked |= {"subject": "customer", "most_open": 10}
 
     (found,) = world.control.run(statements.PAUSED, asked)
     how = "EXPLAIN (ANALYZE, COSTS OFF) " if world.postgres else "EXPLAIN QUERY PLAN "
@@ -360,9 +403,10 @@ def test_that_statement_counts_by_an_index_and_no_further_than_it_matters(world:
         world.control.run("ANALYZE handrail_effect", {})
     plan = str(world.control.run(how + statements.PAUSED, asked))
 
-    assert found == {"paused": None, "doubtful": 10}
+    assert found == {"paused": None, "doubtful": 10, "open": 0}
     assert "handrail_effect_doubtful" in plan
     assert world.postgres or "SCAN handrail_effect" not in plan
+    assert world.postgres or "handrail_handoff_subject" in plan
     world.control.run("DELETE FROM handrail_effect WHERE id LIKE 'e-%'", {})
 
 

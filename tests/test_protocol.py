@@ -15,6 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from handrail.agent import machine, protocol
+from handrail.agent.approvals import (
+    Approval,
+    ApprovalRefused,
+    ApprovalStatus,
+    ApprovalTerms,
+    IssuedToken,
+    Token,
+)
 from handrail.agent.budget import Budget, BudgetLeft, CallLimits
 from handrail.agent.canonical import canonical
 from handrail.agent.effects import (
@@ -36,7 +44,8 @@ from handrail.agent.effects import (
 from handrail.agent.errors import IllegalTransition
 from handrail.agent.loop import AgentLoop
 from handrail.agent.machine import RunState
-from handrail.agent.protocol import Approval, Go, Halt, Locked, Outcome, Ruling
+from handrail.agent.people import Act, Role
+from handrail.agent.protocol import Consent, Go, Halt, Locked, Outcome, Ruling
 from handrail.agent.stage import (
     Answered,
     Approved,
@@ -64,7 +73,7 @@ from handrail.agent.tools import (
     ToolContract,
 )
 from handrail.agent.tools import (
-    Approval as Consent,
+    Approval as Asks,
 )
 from handrail.agent.trace import RUN_RESUMED, RUN_STOPPED
 from handrail.agent.workflow import Workflow
@@ -84,7 +93,7 @@ SAVE: Final = Tool(
     ToolContract(
         name="save",
         side_effect=SideEffect.IDEMPOTENT,
-        approval=Consent.NEVER,
+        approval=Asks.NEVER,
         intent=lambda arguments, run: f"save:{arguments['id']}",
         guarantee=Guarantee.IDEMPOTENCY_KEY,
         key_valid_for_ms=FOREVER,
@@ -293,6 +302,34 @@ def test_planned_and_absent_belong_to_whoever_dispatches_first(owner: str | None
 
 
 @pytest.mark.accept("LED-06")
+@pytest.mark.parametrize("status", [E.PLANNED, E.ABSENT])
+def test_a_write_whose_precondition_was_left_out_is_not_sent_once_it_is_certain_not_to_be_made(
+    status: EffectStatus,
+) -> None:
+    ruling, halt = dispatched(locked(effect=effect(status)), unasked=True)
+
+    assert halt == Halt("unasked")
+    assert (ruling.state.status, ruling.due_in_ms, ruling.attempts) == (R.RUNNING, 0, 0)
+    assert ruling.effect is None
+
+
+def test_a_doubt_is_sent_again_without_its_precondition() -> None:
+    _, go = dispatched(locked(effect=effect(E.UNKNOWN)), unasked=True)
+
+    assert isinstance(go, Go)
+
+
+@pytest.mark.parametrize("status", [E.PLANNED, E.ABSENT])
+def test_a_compensable_write_is_not_sent_before_it_is_recorded_how_to_undo_it(
+    status: EffectStatus,
+) -> None:
+    ruling, halt = dispatched(locked(effect=effect(status, doubt=Doubt.NONE)), compensable=True)
+
+    assert halt == Halt("unrecorded")
+    assert ruling.state.status is R.HANDED_OFF and ruling.handoff is not None
+    assert ruling.effect is None
+
+
 def test_an_intent_with_other_arguments_is_a_conflict() -> None:
     for status in (E.PLANNED, E.APPLIED, E.ABSENT):
         found = effect(status, arguments_hash="other", owner_run_id="r2")
@@ -353,25 +390,43 @@ def test_sending_a_released_doubt_again_keeps_in_mind_that_it_is_one() -> None:
 # ---- approval ------------------------------------------------------------------------------------
 
 AGREED: Final = replace(COMMAND, approval=True)
+CONTRACT: Final = "the hash of its contract"
 
 
 def approval(**given: Any) -> Approval:
-    """A person's consent to exactly this command."""
+    """A request for consent to exactly this command, which was given unless the test says else."""
+    terms: dict[str, Any] = {"contract_hash": CONTRACT}
+    for name in ("contract_hash", "approvers", "requester_approves"):
+        if name in given:
+            terms[name] = given.pop(name)
     fields: dict[str, Any] = {
         "id": "a1",
-        "status": "approved",
+        "run_id": "r1",
+        "tenant": "t",
+        "workflow": "draft",
+        "status": ApprovalStatus.APPROVED,
+        "step": 0,
         "tool": "save",
         "contract_version": "1",
         "intent_key": COMMAND.intent_key,
+        "arguments": COMMAND.arguments,
         "arguments_hash": COMMAND.arguments_hash,
+        "subject": "ann",
+        "terms": ApprovalTerms(**terms),
         "state_version": COMMAND.state_version,
+        "requested_at": NOW - 1_000,
         "expires_at": NOW + 1,
     }
     return Approval(**fields | given)
 
 
+def asked(**given: Any) -> Approval:
+    """The same request, while people are asked."""
+    return approval(**{"status": ApprovalStatus.PENDING} | given)
+
+
 def test_an_approval_is_consumed_with_the_dispatch() -> None:
-    ruling, go = dispatched(locked(approval=approval()), AGREED)
+    ruling, go = dispatched(locked(approval=approval()), AGREED, contract_hash=CONTRACT)
 
     assert isinstance(go, Go) and ruling.consumes_approval
     assert ruling.effect.approval_id == "a1"
@@ -380,58 +435,206 @@ def test_an_approval_is_consumed_with_the_dispatch() -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        {"status": "pending"},
-        {"status": "rejected"},
-        {"status": "consumed"},
+        *({"status": status} for status in set(ApprovalStatus) - {ApprovalStatus.APPROVED}),
         {"tool": "pay"},
         {"contract_version": "2"},
         {"intent_key": "save:2"},
         {"arguments_hash": "other"},
         {"state_version": 1},
         {"expires_at": NOW},
+        {"contract_hash": "that of another text under the same version"},
     ],
 )
 def test_an_approval_of_anything_else_is_none(given: dict[str, Any]) -> None:
     for found in (approval(**given), None):
-        ruling, halt = dispatched(locked(approval=found), AGREED)
+        ruling, halt = dispatched(locked(approval=found), AGREED, contract_hash=CONTRACT)
 
         assert halt == Halt("approval") and not ruling.consumes_approval
         assert (ruling.state.status, ruling.state.reason) == (R.FAILED, Reason.APPROVAL_EXPIRED)
 
 
+def test_a_consent_that_does_not_cover_a_doubt_hands_it_to_a_person() -> None:
+    """No stop ends a run over a write that may have happened."""
+    doubt = locked(effect=effect(E.UNKNOWN), approval=approval(tool="pay"))
+    ruling, halt = dispatched(doubt, AGREED)
+
+    assert halt == Halt("approval")
+    assert (ruling.state.status, ruling.effect.status) == (R.HANDED_OFF, E.HANDED_OFF)
+
+
 def test_a_consumed_approval_covers_the_same_key_again() -> None:
     again = effect(E.UNKNOWN, approval_id="a1")
-    ruling, go = dispatched(locked(effect=again, approval=None), AGREED)
+    given = approval(id="a1", status=ApprovalStatus.CONSUMED)
+    ruling, go = dispatched(locked(effect=again, approval=None, consumed=given), AGREED)
 
     assert isinstance(go, Go) and not ruling.consumes_approval
 
 
+@pytest.mark.parametrize(
+    ("earlier", "consumes"),
+    [
+        ({"state_version": AGREED.state_version - 1}, True),  # its run has planned anew
+        ({}, False),  # the same action is sent again
+        ({"run_id": "r2"}, True),  # another run's consent covers nothing of this one
+        ({"contract_hash": "other"}, True),  # it was given to other words
+    ],
+)
+def test_one_consent_covers_its_effect_until_its_run_plans_anew(
+    earlier: dict[str, Any], consumes: bool
+) -> None:
+    again = effect(E.ABSENT, approval_id="a1")
+    given = approval(id="a1", status=ApprovalStatus.CONSUMED, **earlier)
+    seen = locked(effect=again, approval=approval(id="a2"), consumed=given)
+    ruling, go = dispatched(seen, AGREED, contract_hash=CONTRACT)
+
+    assert isinstance(go, Go) and ruling.consumes_approval is consumes
+    assert ruling.effect.approval_id == ("a2" if consumes else "a1")
+
+
+BOB: Final = Principal("bob", roles=frozenset({Role.APPROVER}))
+EVE: Final = Principal("eve", roles=frozenset({Role.APPROVER}))
+
+
 def parked(**given: Any) -> Locked:
-    """The run, waiting for consent with 20 s of its time left."""
+    """The run, waiting for consent with 20 s of its time left; a token was issued for it."""
     park = Park(ParkKind.APPROVAL, action=AGREED)
     state = replace(STATE, status=R.AWAITING_APPROVAL, pending=park)
     options: dict[str, Any] = {
         "lease_until": None,
         "deadline_at": None,
         "remaining_ms": 20_000,
-        "approval": approval(status="pending"),
+        "approval": asked(),
+        "issued": IssuedToken("t1", "a1", None),
         "effect": None,
     }
     return locked(state, **options | given)
 
 
-def test_consent_sets_the_run_going_with_the_time_that_it_had_left() -> None:
-    ruling = protocol.approve(parked(), approver="bob")
+def token(of: Approval | None = None, **given: Any) -> Token:
+    """What a token says that was issued for the request as it is."""
+    fields = {"approval_id": "a1", "digest": (of or asked()).digest, "role": "approver"}
+    return Token(**{**fields, "hash": "t1"} | given)
 
-    assert ruling is not None and ruling.publish
+
+def approved(seen: Locked, who: Principal = BOB, **given: Any) -> Ruling:
+    """What becomes of the run by a consent that counts."""
+    ruling = protocol.approve(seen, who=who, token=token(seen.approval, **given))
+    assert isinstance(ruling, Ruling)
+    return ruling
+
+
+def refusal(found: Ruling | ApprovalRefused) -> str:
+    """Why a person's decision does not count."""
+    assert isinstance(found, ApprovalRefused)
+    assert found.code == "approval-refused" and found.detail
+    return found.problem
+
+
+def test_consent_sets_the_run_going_with_the_time_that_it_had_left() -> None:
+    ruling = approved(parked())
+
+    assert ruling.publish
     assert ruling.state.status is R.EXECUTING and ruling.deadline_in_ms == 20_000
-    assert ruling.state.told == Approved("a1", "bob") and ruling.approval_status == "approved"
+    assert ruling.state.told == Approved("a1", ("bob",)) and ruling.approval_status == "approved"
+
+
+def test_a_consent_is_written_with_its_token_and_with_who_gave_it() -> None:
+    ruling = protocol.approve(parked(), who=BOB, token=token(), comment="as agreed by phone")
+
+    assert isinstance(ruling, Ruling) and ruling.audit is not None
+    assert ruling.consent == Consent("a1", "bob", "t1") and ruling.decided_by == "bob"
+    entry = ruling.audit
+    assert (entry.actor, entry.act, entry.target) == ("bob", Act.APPROVE, "approval:a1")
+    assert (entry.roles, entry.tenant, entry.run_id) == (("approver",), "t", "r1")
+    assert entry.reason == "as agreed by phone"
+    assert entry.after == {"approval": "approved", "digest": asked().digest}
 
 
 def test_the_time_of_a_run_that_goes_on_ends_with_its_hard_expiry() -> None:
-    ruling = protocol.approve(parked(expires_at=NOW + 500), approver="bob")
+    assert approved(parked(expires_at=NOW + 500)).deadline_in_ms == 500
 
-    assert ruling is not None and ruling.deadline_in_ms == 500
+
+def test_where_two_have_to_agree_the_first_consent_moves_nothing() -> None:
+    both = asked(approvers=2)
+    first = approved(parked(approval=both))
+
+    assert first.state == parked().state and first.lease == "keep" and not first.publish
+    assert first.consent == Consent("a1", "bob", "t1") and first.approval_status is None
+    assert first.audit is not None and first.audit.after["approval"] == "pending"
+
+    half = replace(both, consents=("bob",))
+    second = approved(parked(approval=half), EVE)
+    assert second.state.status is R.EXECUTING and second.publish
+    assert (second.approval_status, second.decided_by) == ("approved", "bob, eve")
+
+
+def test_nobody_agrees_twice_to_one_action() -> None:
+    half = asked(approvers=2, consents=("bob",))
+    assert refusal(protocol.approve(parked(approval=half), who=BOB, token=token(half))) == (
+        "agreed-already"
+    )
+
+
+@pytest.mark.parametrize(
+    ("seen", "says", "who", "problem"),
+    [
+        ({"issued": None}, {}, BOB, "unknown-token"),  # forged, or of another ledger
+        (
+            {"issued": IssuedToken("t1", "a2", None)},
+            {},
+            BOB,
+            "unknown-token",
+        ),  # for another request
+        ({"issued": IssuedToken("t1", "a1", None, used_at=NOW - 1)}, {}, BOB, "token-used"),
+        ({"issued": IssuedToken("t1", "a1", "eve")}, {}, BOB, "wrong-person"),
+        ({}, {"digest": "what it was before"}, BOB, "changed"),
+        ({}, {"role": "admin"}, BOB, "wrong-role"),
+        ({}, {}, Principal("bob"), "wrong-role"),
+        ({}, {}, replace(BOB, roles=frozenset({Role.OPERATOR, Role.ADMIN})), "wrong-role"),
+        ({}, {}, replace(BOB, tenants=frozenset({"u"})), "wrong-tenant"),
+        ({}, {}, replace(BOB, subject="ann"), "own-request"),
+    ],
+)
+def test_a_consent_that_does_not_count_says_why_and_changes_nothing(
+    seen: dict[str, Any], says: dict[str, Any], who: Principal, problem: str
+) -> None:
+    assert refusal(protocol.approve(parked(**seen), who=who, token=token(**says))) == problem
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"arguments": {"id": 2}},
+        {"arguments_hash": "other"},
+        {"intent_key": "save:2"},
+        {"tool": "pay"},
+        {"contract_version": "2"},
+        {"contract_hash": "other"},
+        {"approvers": 2},
+        {"subject": "eve"},
+        {"tenant": "u"},
+        {"run_id": "r2"},
+        {"workflow": "other"},
+        {"step": 1},
+        {"state_version": COMMAND.state_version + 1},
+        {"expires_at": NOW + 2},
+    ],
+)
+def test_a_token_stands_for_all_that_was_shown_and_for_nothing_else(change: dict[str, Any]) -> None:
+    """Whatever of the request is not what it was when the token was issued."""
+    moved = parked(approval=asked(**change))
+
+    assert refusal(protocol.approve(moved, who=BOB, token=token())) == "changed"
+
+
+def test_a_token_may_be_for_one_person_only() -> None:
+    assert approved(parked(issued=IssuedToken("t1", "a1", "bob"))).decided_by == "bob"
+
+
+def test_who_asks_for_an_action_agrees_to_it_where_its_contract_lets_it() -> None:
+    own = asked(requester_approves=True)
+
+    assert approved(parked(approval=own), replace(BOB, subject="ann")).decided_by == "ann"
 
 
 @pytest.mark.parametrize(
@@ -442,26 +645,58 @@ def test_the_time_of_a_run_that_goes_on_ends_with_its_hard_expiry() -> None:
     ],
 )
 def test_consent_that_comes_too_late_ends_the_run(given: dict[str, Any], reason: Reason) -> None:
-    late = protocol.approve(parked(**given), approver="bob")
+    late = approved(parked(**given))
     swept = protocol.wake(parked(**given), max_attempts=5, max_stall_ms=STALL_MS)
+    no = protocol.reject(parked(**given), approval_id="a1", who=BOB, reason="too much")
 
-    assert late == swept and late is not None
+    assert late == swept == no and late.audit is None
     assert late.state.reason is reason and late.approval_status == "expired"
 
 
+def test_a_late_consent_that_would_not_count_anyhow_ends_the_run_too() -> None:
+    """That the time is over does not hang on who says something."""
+    late = protocol.approve(parked(now=NOW + 1, issued=None), who=BOB, token=token())
+
+    assert isinstance(late, Ruling) and late.state.reason is Reason.APPROVAL_EXPIRED
+
+
 def test_consent_is_given_once_and_only_where_it_was_asked_for() -> None:
-    assert protocol.approve(locked(), approver="bob") is None
-    assert protocol.approve(parked(approval=approval()), approver="bob") is None
-    assert protocol.approve(parked(approval=None), approver="bob") is None
-    assert protocol.reject(locked(), approver="bob", comment="") is None
-    assert protocol.answer(parked(), text="x", author="ann") is None
+    for seen in (
+        locked(),
+        parked(approval=None),
+        parked(approval=asked(id="a2")),
+        *(parked(approval=approval(status=s)) for s in set(ApprovalStatus) - {"pending"}),
+    ):
+        consent = protocol.approve(seen, who=BOB, token=token())
+        no = protocol.reject(seen, approval_id="a1", who=BOB, reason="too much")
+        assert refusal(consent) == refusal(no) == "not-pending"
+    assert protocol.answer(parked(), text="x", who=BOB) is None
+
+
+def test_consent_to_a_write_that_a_person_has_taken_up_moves_no_run() -> None:
+    """The person who resolves the matter sends it: by this consent, and not by itself."""
+    seen = at_rest(
+        R.HANDED_OFF,
+        effect=effect(E.HANDED_OFF),
+        approval=asked(),
+        issued=IssuedToken("t1", "a1", None),
+    )
+    ruling = approved(seen)
+
+    assert ruling.state == seen.state and ruling.lease == "keep" and not ruling.publish
+    assert ruling.approval_status == "approved" and ruling.effect is None
+    no = protocol.reject(seen, approval_id="a1", who=BOB, reason="too much")
+    assert isinstance(no, Ruling) and no.state == seen.state and no.approval_status == "rejected"
 
 
 def test_a_refusal_ends_the_run() -> None:
-    ruling = protocol.reject(parked(), approver="bob", comment="too much")
+    ruling = protocol.reject(parked(), approval_id="a1", who=BOB, reason="too much")
 
-    assert ruling is not None and ruling.approval_status == "rejected"
+    assert isinstance(ruling, Ruling) and ruling.approval_status == "rejected"
     assert (ruling.state.status, ruling.state.reason) == (R.FAILED, Reason.APPROVAL_REJECTED)
+    assert ruling.decided_by == "bob" and ruling.audit is not None
+    assert (ruling.audit.act, ruling.audit.reason) == (Act.REJECT, "too much")
+    assert ruling.audit.after == {"run": "failed", "approval": "rejected"}
 
 
 def asking(**given: Any) -> Locked:
@@ -472,16 +707,26 @@ def asking(**given: Any) -> Locked:
 
 
 def test_an_answer_opens_the_next_episode() -> None:
-    ruling = protocol.answer(asking(), text="42", author="ann")
+    ruling = protocol.answer(asking(), text="42", who=Principal("ann"))
 
     assert ruling is not None and ruling.state.told == Answered("42", "ann")
     assert kinds(ruling)[-1] == RUN_RESUMED and ruling.state.reason is None
+    assert ruling.deadline_in_ms == 20_000 and ruling.audit is not None
+    assert (ruling.audit.actor, ruling.audit.act, ruling.audit.reason) == ("ann", Act.ANSWER, "42")
 
 
-def test_an_answer_after_the_hard_expiry_is_too_late() -> None:
-    ruling = protocol.answer(asking(expires_at=NOW), text="42", author="ann")
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"expires_at": NOW}, Reason.EXPIRED),
+        ({"input_expires_at": NOW}, Reason.INPUT_EXPIRED),
+    ],
+)
+def test_an_answer_that_comes_too_late_ends_the_run(given: dict[str, Any], reason: Reason) -> None:
+    ruling = protocol.answer(asking(**given), text="42", who=Principal("ann"))
 
-    assert ruling is not None and ruling.state.reason is Reason.EXPIRED
+    assert ruling is not None and ruling.state.reason is reason and ruling.audit is None
+    assert ruling == protocol.wake(asking(**given), max_attempts=5, max_stall_ms=STALL_MS)
     assert kinds(ruling)[-2:] == [RUN_RESUMED, RUN_STOPPED]  # its question had been a stop
 
 
@@ -530,6 +775,20 @@ def test_a_second_attempt_without_effect_proves_nothing_about_the_first(
     unproven = effect(E.DISPATCHED, doubt=Doubt.UNPROVEN, attempts=2)
     options: dict[str, Any] = {"end": End.RETURNED, **given}
     ruling = told(in_flight(effect=unproven), reply, **options)
+
+    assert ruling.effect is not None and ruling.effect.status is E.UNKNOWN
+    assert ruling.state.status is R.RECONCILING
+
+
+@pytest.mark.parametrize("reply", [Refused("duplicate"), Refused("busy", retryable=True), None])
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_no_senders_word_outweighs_a_record_that_its_provider_has_sent(
+    reply: Reply | None, cancelled: bool
+) -> None:
+    state = replace(STATE, status=R.CANCELLING) if cancelled else STATE
+    kept = protocol.KeptReport({"id": 1}, "report:1")
+    seen = in_flight(state=state, cancel_requested=cancelled, kept=kept)
+    ruling = told(seen, reply, end=End.RETURNED, sent=reply is not None)
 
     assert ruling.effect is not None and ruling.effect.status is E.UNKNOWN
     assert ruling.state.status is R.RECONCILING
@@ -685,9 +944,20 @@ def woken(seen: Locked, **given: Any) -> Ruling:
     return ruling
 
 
-def test_a_live_lease_and_a_handoff_are_left_alone() -> None:
-    for seen in (locked(), at_rest(R.HANDED_OFF), at_rest(R.COMPLETED), at_rest(R.RUNNING)):
+def test_what_is_over_or_held_or_only_has_to_go_on_is_left_alone() -> None:
+    for seen in (locked(), at_rest(R.COMPLETED), at_rest(R.RUNNING)):
         assert protocol.wake(seen, max_attempts=1, max_stall_ms=None) is None
+
+
+@pytest.mark.parametrize("given", [{}, {"expires_at": NOW}, {"attempts": 9}, {"remaining_ms": 0}])
+def test_a_handoff_that_waits_too_long_is_escalated_and_left_to_people(
+    given: dict[str, Any],
+) -> None:
+    """Whatever its time or its attempts: the sweep says so, and decides nothing."""
+    seen = at_rest(R.HANDED_OFF, **given)
+    ruling = protocol.wake(seen, max_attempts=1, max_stall_ms=None)
+
+    assert ruling == Ruling(state=seen.state, lease="keep", escalates=True)
 
 
 @pytest.mark.parametrize("status", [E.DISPATCHED, E.UNKNOWN])
@@ -789,11 +1059,14 @@ def test_a_query_is_paid_for_before_it_is_asked_and_nobody_else_asks_meanwhile()
     assert again.effect is None and again.wake_in_ms == first.wake_in_ms
 
 
-def test_a_slow_query_is_waited_for_as_long_as_it_may_take() -> None:
-    slow = replace(TERMS, call_ms=120_000)
-    ruling = woken(in_doubt(effect=effect(E.UNKNOWN, terms=slow, queries_left=1)))
+@pytest.mark.parametrize("call_ms", [1_000, 120_000])
+def test_a_query_is_waited_for_as_long_as_it_may_take_and_a_little_longer(call_ms: int) -> None:
+    terms = replace(TERMS, call_ms=call_ms)
+    ruling = woken(in_doubt(effect=effect(E.UNKNOWN, terms=terms, queries_left=1)))
 
-    assert ruling.wake_in_ms is not None and ruling.wake_in_ms > 120_000
+    assert ruling.wake_in_ms == call_ms + protocol.QUERY_MARGIN_MS
+    assert ruling.effect is not None
+    assert ruling.effect.next_query_at == NOW + ruling.wake_in_ms
 
 
 def test_a_query_that_nobody_here_can_ask_is_given_back_once() -> None:
@@ -929,10 +1202,15 @@ PENDING: Final[Mapping[RunStatus, Command | None]] = MappingProxyType(
 )
 
 
-def _decisions(seen: Locked, token: int) -> dict[str, Callable[[], Ruling | None]]:
+def _decisions(seen: Locked, fence: int) -> dict[str, Callable[[], Ruling | None]]:
+    consent = token(seen.approval)
+
+    def counted(found: Ruling | ApprovalRefused) -> Ruling | None:
+        return found if isinstance(found, Ruling) else None
+
     def said(reply: Reply | None, sent: bool = True) -> Ruling | None:
         end = End.RETURNED if reply or not sent else End.TIMED_OUT
-        out = Outcome("e1", token, end, reply, sent=sent, evidence_id="r:1")
+        out = Outcome("e1", fence, end, reply, sent=sent, evidence_id="r:1")
         return protocol.outcome(seen, WORKFLOW, out)
 
     decisions: dict[str, Callable[[], Ruling | None]] = {
@@ -944,9 +1222,11 @@ def _decisions(seen: Locked, token: int) -> dict[str, Callable[[], Ruling | None
         "never sent": lambda: said(None, sent=False),
         "cancel": lambda: protocol.cancel(seen),
         "sweep": lambda: protocol.wake(seen, max_attempts=2, max_stall_ms=STALL_MS),
-        "approve": lambda: protocol.approve(seen, approver="bob"),
-        "reject": lambda: protocol.reject(seen, approver="bob", comment=""),
-        "answer": lambda: protocol.answer(seen, text="x", author="ann"),
+        "approve": lambda: counted(protocol.approve(seen, who=BOB, token=consent)),
+        "reject": lambda: counted(
+            protocol.reject(seen, approval_id="a1", who=BOB, reason="too much")
+        ),
+        "answer": lambda: protocol.answer(seen, text="x", who=BOB),
     }
     if seen.state.status is R.RECONCILING and seen.own_effect is E.UNKNOWN:
         for name, conclusion in (
@@ -1017,7 +1297,6 @@ def test_no_decision_ends_a_run_over_a_doubt_or_breaks_a_table(
         left=replace(STATE.left, tool_calls=calls),
     )
     terms = replace(TERMS, key_valid_for_ms=key, can_query=query)
-    token = 1
     held = None
     if found is not None:
         owner = OTHERS if others else {}
@@ -1038,9 +1317,10 @@ def test_no_decision_ends_a_run_over_a_doubt_or_breaks_a_table(
         attempts=attempts,
         other_holders=holders,
         current=current,
-        approval=approval(status="pending") if status is R.AWAITING_APPROVAL else None,
+        approval=asked() if status in (R.AWAITING_APPROVAL, R.HANDED_OFF) else None,
+        issued=IssuedToken("t1", "a1", None),
     )
-    for name, decide in _decisions(seen, token).items():
+    for name, decide in _decisions(seen, 1).items():
         if held is None and name in _WANT_AN_EFFECT:
             continue
         if not current and name not in _WORDS:  # only senders ask for an effect by its id

@@ -24,7 +24,7 @@ from handrail.ledger import statements
 from handrail.ledger.ledger import POSTPONE_MS
 from handrail.ledger.statements import REPUBLISH_MAX_MS, REPUBLISH_MS
 from handrail.reconciler.sweep import ask_directly
-from handrail.tasks.calls import ToolCall
+from handrail.tasks.calls import Called, ToolCall
 from tests.world import (
     KINDS,
     LEASE_MS,
@@ -417,7 +417,7 @@ def test_without_a_bound_on_stalls_absence_settles_nothing_by_itself(
     unbounded.advance(300_000)
     assert unbounded.service.performed == ["save:1"]
     if status == "handed_off":
-        (handoff,) = unbounded.ledger.handoffs(run_id=run)
+        (handoff,) = unbounded.ledger.people.handoffs(run_id=run)
         assert handoff["package"]["effect"]["intent_key"] == "save:1"
         assert unbounded.ledger.effects(unresolved=True)[0]["status"] == "handed_off"
 
@@ -514,11 +514,37 @@ def test_a_query_is_paid_for_before_it_is_asked(world: World) -> None:
     ] * QUERIES_PER_DISPATCH
 
 
+def test_a_query_that_was_lost_with_its_sweep_is_asked_again_soon(world: World) -> None:
+    """As soon as it could not be under way any more: here, after its five seconds and a margin."""
+    run = doubtful(world, "lost")
+    world.advance(SECOND)
+
+    class Killed(BaseException):
+        pass
+
+    def dies(arguments: Any, call: Any) -> Json:
+        raise Killed
+
+    sweeper = world.sweeper()
+    sweeper.ask = lambda function, *args, **options: ask_directly(dies, *args, **options)
+    with pytest.raises(Killed):
+        sweeper.sweep()
+    assert world.row(run)["status"] == "reconciling"
+
+    world.advance(10 * SECOND - 1)
+    world.reconciler.sweep()
+    assert world.service.calls[f"query {run}"] == 0
+    world.advance(1)
+    world.reconciler.sweep()
+    assert world.service.calls[f"query {run}"] == 1
+    assert world.row(run)["status"] == "running"
+
+
 def _query(world: World, ask: Callable[[Any, Any], Any]) -> None:
     """Replace how the write's tool is queried."""
 
-    def asked(function: object, arguments: Any, call: Any, limit_ms: int) -> Future[Any]:
-        return ask_directly(ask, arguments, call, limit_ms)
+    def asked(function: object, *args: Any, **options: Any) -> Future[Called]:
+        return ask_directly(ask, *args, **options)
 
     world.reconciler.ask = asked
 

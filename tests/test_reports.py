@@ -12,10 +12,15 @@ from typing import Any, Final
 import pytest
 
 from handrail import sign_report
+from handrail.agent.budget import Budget
 from handrail.agent.canonical import Json
 from handrail.agent.effects import upstream_key
-from handrail.agent.errors import InvalidDefinition
+from handrail.agent.errors import InvalidDefinition, ToolRefused
+from handrail.agent.fixed import Proceed
 from handrail.agent.protocol import Reported
+from handrail.agent.stage import Action
+from handrail.agent.tools import FOREVER
+from handrail.agent.workflow import Check, Commit
 from handrail.reports import (
     AHEAD_MS,
     OLDEST_MS,
@@ -27,6 +32,7 @@ from handrail.reports import (
     ToolNotHere,
     UnknownIntent,
 )
+from handrail.tasks.calls import ToolCall
 from tests.world import (
     KINDS,
     SECOND,
@@ -180,7 +186,7 @@ def test_a_record_that_contradicts_how_a_run_has_ended_is_a_persons(world: World
 
     assert world.fleet.get(run).status == "cancelled"
     assert world.effect("save:1")["status"] == "contradicted"
-    assert [handoff["reason"] for handoff in world.ledger.handoffs()] == ["contradiction"]
+    assert [handoff["reason"] for handoff in world.ledger.people.handoffs()] == ["contradiction"]
 
 
 def test_while_a_sender_is_at_it_the_sender_has_the_word(world: World) -> None:
@@ -197,6 +203,125 @@ def test_while_a_sender_is_at_it_the_sender_has_the_word(world: World) -> None:
     effect = world.effect("save:1")
     assert effect["status"] == "applied" and effect["evidence"].startswith("receipt:")
     assert world.drive(run).status == "completed"
+
+
+# ---- what comes while its sender has the word ----------------------------------------------------
+
+
+def reported_under_way(world: World, way: str, answer: str = "applied", **tool: Any) -> str:
+    """A run whose provider has reported about its write before the sender could say anything."""
+    world.workflow(world.write_tool(report_secret=SECRET, **tool), plan=[save(id=1)])
+    run = world.start(run_id="r")
+    world.service.script = [way]
+    heard: list[Reported] = []
+    outside = Outside(
+        when=lambda place: place == "before write tool",
+        then=lambda: heard.append(world.meanwhile(lambda: report(world, answer))),
+    )
+    world.step(run, outside=outside)
+    assert heard == [Reported.KEPT]
+    assert world.row(run)["status"] == "reconciling"
+    world.messages.clear()
+    return run
+
+
+@pytest.mark.accept("LED-20")
+@pytest.mark.parametrize("tool", [{}, {"query": False, "key_valid_for_ms": 0}])
+def test_a_report_that_was_kept_settles_the_doubt_that_its_sender_leaves(
+    world: World, tool: dict[str, Any]
+) -> None:
+    """Nobody has to be asked: neither the service nor, where that cannot be, a person."""
+    run = reported_under_way(world, "lost", **tool)
+
+    world.sweep_when_due(run)
+
+    effect = world.effect("save:1")
+    assert effect["status"] == "applied" and effect["evidence"].startswith("report:")
+    assert json.loads(effect["result"]) == RECORD
+    assert world.drive(run).status == "completed"
+    assert world.service.calls["query r"] == 0 and world.service.calls["write r"] == 1
+    (resolved,) = world.trace(run, "effect.resolved")
+    assert resolved["detail"]["evidence_ref"] == effect["evidence"]
+    used = world.ledger.evidence(effect["id"])[-1]
+    assert used["kind"] == "report-used"
+    assert used["detail"] == {"evidence": effect["evidence"]}
+
+
+@pytest.mark.accept("LED-20")
+def test_a_report_that_was_kept_counts_where_the_sender_is_lost(world: World) -> None:
+    world.workflow(world.write_tool(report_secret=SECRET), plan=[save(id=1)])
+    run = world.start(run_id="r")
+    outside = Outside(when=lambda place: place == "after write tool")
+
+    def reported_and_gone() -> None:
+        assert world.meanwhile(lambda: report(world)) is Reported.KEPT
+        outside.die()
+
+    outside.then = reported_and_gone
+    world.step(run, outside=outside)
+
+    assert world.drive(run).status == "completed"
+    assert world.service.calls["query r"] == 0
+    assert world.effect("save:1")["evidence"].startswith("report:")
+
+
+@pytest.mark.accept("LED-20")
+@pytest.mark.parametrize("answer", ["absent", "pending"])
+def test_no_report_that_was_kept_is_a_negative_verdict(world: World, answer: str) -> None:
+    run = reported_under_way(world, "lost", answer)
+
+    world.sweep_when_due(run)
+
+    assert world.service.calls["query r"] == 1  # whose record it is that counts
+    assert world.effect("save:1")["evidence"].startswith("query:")
+    assert world.drive(run).status == "completed"
+
+
+def test_a_report_that_was_kept_and_does_not_fit_settles_nothing(world: World) -> None:
+    run = reported_under_way(
+        world, "lost", query=False, key_valid_for_ms=0, belongs_to=lambda found, run: False
+    )
+
+    ended = world.drive(run)
+
+    assert (ended.status, ended.reason) == ("handed_off", "unknown-effect")
+
+
+@pytest.mark.accept("LED-20")
+def test_a_report_that_was_kept_undoes_the_write_of_a_cancelled_run(world: World) -> None:
+    world.workflow(world.compensable_tool(report_secret=SECRET), plan=[save(id=1)])
+    run = world.start(run_id="r")
+    world.service.script = ["lost"]
+    outside = Outside(when=lambda place: place == "before write tool")
+
+    def reported_and_cancelled() -> None:
+        assert world.meanwhile(lambda: report(world)) is Reported.KEPT
+        world.meanwhile(lambda: world.fleet.cancel(run))
+
+    outside.then = reported_and_cancelled
+    world.step(run, outside=outside)
+
+    assert world.drive(run).status == "compensated"
+    assert world.service.performed == ["save:1", "undo:1"]
+    assert world.service.calls["query r"] == 0
+
+
+def test_a_report_that_comes_before_a_doubt_is_sent_again_counts_after_it(world: World) -> None:
+    """The run is about to send the intent again, under its key: the sender will know."""
+    run = doubtful(world, "lost", query=False)
+    world.sweep_when_due(run)
+    assert world.row(run)["status"] == "running"
+    assert world.effect("save:1")["status"] == "unknown"
+    assert report(world) is Reported.KEPT
+
+    world.service.script = ["lost"]
+    world.step(run)
+    assert world.row(run)["status"] == "reconciling"
+    world.sweep_when_due(run)
+
+    assert world.effect("save:1")["evidence"].startswith("report:")
+    assert world.drive(run).status == "completed"
+    assert world.service.performed == ["save:1"] and world.service.calls["write r"] == 2
 
 
 def test_about_what_is_proved_a_report_is_evidence_and_no_more(world: World) -> None:
@@ -466,6 +591,91 @@ def test_a_report_may_say_anything(world: World, text: str) -> None:
 
     assert report(world, evidence=record) is Reported.PROVED
     assert reports(world)[0]["record"] == record
+
+
+# ---- a report that comes while the sender has the word -------------------------------------------
+
+ENOUGH: Final = Budget(steps=20, model_calls=12, tool_calls=24, deadline_ms=600_000)
+
+
+def committing(world: World, **tool: Any) -> None:
+    """A workflow that writes, and sends it again up to five times."""
+    save_it = world.write_tool(report_secret=SECRET, **tool)
+    commit = Commit("commit", lambda run: Action(save_it, {"id": 1}), save_it, attempts=5)
+    world.workflow(stages=[commit], budget=ENOUGH)
+
+
+@pytest.mark.parametrize("retryable", [False, True])
+@pytest.mark.parametrize("cancel", [False, True])
+@pytest.mark.parametrize("key_valid_for_ms", [FOREVER, 0])
+def test_a_sender_that_is_refused_does_not_outweigh_the_record_that_its_provider_has_sent(
+    world: World, retryable: bool, cancel: bool, key_valid_for_ms: int
+) -> None:
+    """The client's first request took effect, and the one that it sent again was refused."""
+    committing(world, key_valid_for_ms=key_valid_for_ms)
+    came: list[Reported] = []
+
+    def performed_and_refused(arguments: Any, call: ToolCall) -> Json:
+        world.service.arrive(call, arguments, key_valid_for_ms)
+        came.append(world.meanwhile(lambda: report(world)))
+        if cancel:
+            world.meanwhile(lambda: world.fleet.cancel(call.run_id))
+        raise ToolRefused("duplicate", retryable=retryable)
+
+    world.service.script = [performed_and_refused]
+    done = world.drive(world.start())
+
+    assert came == [Reported.KEPT]
+    assert done.status == ("handed_off" if cancel else "completed")
+    assert world.effect("save:1")["status"] == "applied"
+    assert world.service.performed == ["save:1"]
+
+
+def test_a_record_of_an_earlier_attempt_outweighs_the_refusal_of_a_later_one(world: World) -> None:
+    committing(world, key_valid_for_ms=0)
+    came: list[Reported] = []
+
+    def refused_meanwhile(arguments: Any, call: ToolCall) -> Json:
+        world.service.air = [(0, arrival) for _, arrival in world.service.air]
+        world.service.land()
+        came.append(world.meanwhile(lambda: report(world)))
+        raise ToolRefused("busy", retryable=True)
+
+    world.service.script = ["late:600000", refused_meanwhile]
+    done = world.drive(world.start())
+
+    assert came == [Reported.KEPT]
+    assert done.status == "completed" and world.service.performed == ["save:1"]
+
+
+def test_the_result_of_a_refused_plan_is_not_taken_for_that_of_the_next(world: World) -> None:
+    """The same key, and other arguments: what took effect is not what is about to be written."""
+    amount = [1]
+    tool = world.write_tool(report_secret=SECRET, intent=lambda arguments, run: "save:1")
+
+    def write(run: Any) -> Action:
+        return Action(tool, {"id": 1, "amount": run.outputs["plan"]})
+
+    plan = Check("plan", lambda run: Proceed(amount[0]))
+    world.workflow(stages=[plan, Commit("commit", write, tool, replan="plan")], budget=ENOUGH)
+
+    def performed_and_refused(arguments: Any, call: ToolCall) -> Json:
+        world.service.arrive(call, arguments, FOREVER)
+        amount[0] = 2
+        raise ToolRefused("changed", changed=True)
+
+    world.service.script = [performed_and_refused]
+    run = world.start()
+    world.step(run)
+    world.lock.away = True
+    world.step(run)
+    assert report(world) is Reported.CONTRARY
+    world.lock.away = False
+    done = world.drive(run)
+
+    assert (done.status, done.reason) == ("failed", "intent-conflict")
+    assert world.effect("save:1")["status"] == "contradicted"
+    assert len(world.rows("SELECT id FROM handrail_handoff WHERE status = 'open'")) == 1
 
 
 # ---- the secret and the signature ----------------------------------------------------------------

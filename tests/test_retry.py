@@ -35,6 +35,7 @@ from handrail.agent.tools import FOREVER, Principal, RunFacts, Tool
 from handrail.gateway.model import ModelBroke, Scripted
 from handrail.runs import Run
 from handrail.tasks.calls import ToolCall
+from handrail.testing.people import agree
 from handrail.testing.virtual_fleet import VirtualFleet
 from tests.control import ask, claim, details, stop_of
 from tests.world import KINDS, LEASE_MS, Outside, World, look, open_world
@@ -808,7 +809,7 @@ def test_a_write_that_is_neither_idempotent_nor_queried_is_sent_once(desk: Desk)
     desk.stages(Confirm("confirm", action), Commit("pay", action, tool, attempts=5))
     desk.answers = _raises(ConnectionResetError())
     run = desk.run()
-    desk.fleet.approve(run)
+    agree(desk.fleet, run)
     run = desk.virtual.drive(run.run_id)
     assert (run.status, run.reason) == ("reconciling", "unknown-effect")
 

@@ -374,7 +374,7 @@ def test_a_handoff_has_state_evidence_and_action_or_says_that_there_is_none(
     run = HANDOFFS[how](world)
     assert (run.status, run.reason) == ("handed_off", how.partition(" ")[0])
 
-    [handoff] = world.ledger.handoffs(run_id=run.run_id)
+    [handoff] = world.ledger.people.handoffs(run_id=run.run_id)
     package = handoff["package"]
 
     assert (package["status"], package["state_version"]) == ("handed_off", run.version)

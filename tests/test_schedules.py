@@ -19,6 +19,7 @@ from handrail.agent.canonical import Json
 from handrail.agent.effects import upstream_key
 from handrail.broker.message import StepMessage
 from handrail.reports import UnknownIntent, sign_report
+from handrail.testing.people import agree
 from tests.world import STALL_MS, ClockedLock, Outside, Service, World, check, clear, look
 
 #: How many schedules there are, in all and for one test; more where somebody asks for more.
@@ -238,7 +239,7 @@ class Schedule:
         for run in self.runs:
             if self.world.row(run)["status"] == "awaiting_approval":
                 self.tell(f"approve {run}")
-                self.world.fleet.approve(run)
+                agree(self.world.fleet, run)
         self.world.drive(*self.runs)
 
     def judge(self) -> None:

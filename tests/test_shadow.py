@@ -25,6 +25,7 @@ from handrail.agent.status import RunStatus
 from handrail.broker.message import StepMessage
 from handrail.fleet import InvalidRun
 from handrail.ledger.errors import RunExists
+from handrail.testing.people import agree
 from tests.world import (
     KINDS,
     LEASE_MS,
@@ -122,7 +123,7 @@ def test_a_read_that_needs_consent_needs_it_in_a_shadow_run_too(world: World) ->
     run = world.drive(world.start(mode="shadow"))
     assert run.status == "awaiting_approval"
 
-    world.fleet.approve(run)
+    agree(world.fleet, run)
     assert world.drive(run.run_id).status == "completed"
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from handrail import AgentLoop, Fleet, ToolCall, Workflow
 from handrail.agent import machine, protocol
+from handrail.agent.approvals import ApprovalRefused
 from handrail.agent.budget import Budget
 from handrail.agent.errors import IllegalTransition
 from handrail.agent.machine import RunState
@@ -31,10 +32,10 @@ from handrail.agent.tools import FOREVER, Tool
 from handrail.broker.message import StepMessage
 from handrail.gateway.model import Scripted
 from handrail.ledger.database import Database
-from handrail.ledger.errors import NothingToApprove
-from handrail.ledger.ledger import Claim, Ledger
+from handrail.ledger.ledger import Claim, Ledger, StepEnd
 from handrail.ledger.migrate import create_all
 from handrail.runs import Run
+from handrail.testing.people import APPROVER, OPERATOR, agree, disagree
 from handrail.testing.services import EmbeddedPostgres
 from handrail.testing.virtual_fleet import VirtualFleet
 from tests.control import ask, claim, details
@@ -254,7 +255,7 @@ def test_a_doubt_that_nothing_can_settle_is_handed_to_a_person(desk: Desk) -> No
 
     assert (run.status, run.reason) == ("handed_off", "unknown-effect")
     assert desk.calls == ["save"]
-    [handoff] = desk.fleet.ledger.handoffs(run_id=run.run_id)
+    [handoff] = desk.fleet.ledger.people.handoffs(run_id=run.run_id)
     assert handoff["reason"] == "unknown-effect"
 
 
@@ -623,7 +624,10 @@ def commit_a_stop(ledger: Ledger, claim: Claim) -> object:
     state = replace(claim.state, status=claim.status)
     turn = machine.stop(state, Reason.MODEL_FAILED, state.view(remaining_ms=1_000))
     ruling = protocol.settle_turn(turn)
-    return ledger.commit(claim, ruling, phase=claim.phase)
+    [done] = ledger.commit_each([StepEnd(claim, ruling, claim.phase)])
+    if isinstance(done, BaseException):
+        raise done
+    return done
 
 
 def rule_a_stop(ledger: Ledger, claim: Claim) -> object:
@@ -741,11 +745,11 @@ def in_a_process_that_dies(place: str, act: Callable[[], object]) -> int:
 
 # ---- what comes after the end --------------------------------------------------------------------
 
-ENDED: Final[dict[str, list[Any]]] = {
+ENDED: Final[dict[str, list[Any]]] = {  # what is proposed after the write that was agreed to
     "completed": [claim("done")],
     "failed": [ask("refund")],
-    "budget_exhausted": [ask("lookup", id=1), ask("lookup", id=2)],
-    "cancelled": ["cancel"],
+    "budget_exhausted": [ask("lookup", id=2)],
+    "cancelled": [],  # while it waits for consent
     "compensated": [claim("done")],  # stored as such: the way there is another's test
 }
 
@@ -755,12 +759,16 @@ ENDED: Final[dict[str, list[Any]]] = {
 def test_an_ended_run_stays_as_it_is_whatever_arrives(
     status: str, desk: Desk, caplog: pytest.LogCaptureFixture
 ) -> None:
-    desk.workflow(desk.read(), desk.write())
-    proposals = ENDED[status]
-    desk.fleet.model("default", Scripted(proposals))
+    desk.workflow(desk.read(), desk.write(approval="always"))
+    desk.fleet.model("default", Scripted([ask("save", id=1), *ENDED[status]]))
     run_id = desk.fleet.enqueue("task", goal="any", budget={"tool_calls": 1})
-    if proposals == ["cancel"]:
+    desk.virtual.drive(run_id)
+    [asked] = desk.fleet.desk.approvals(by=APPROVER, run=run_id)
+    used, late_token = (desk.fleet.desk.issue_token(asked.id, by=APPROVER) for _ in range(2))
+    if status == "cancelled":
         desk.fleet.cancel(run_id)
+    else:
+        desk.fleet.approve(used, by=APPROVER)
     run = desk.virtual.drive(run_id)
     ledger = desk.fleet.ledger
     if status == "compensated":
@@ -775,12 +783,13 @@ def test_an_ended_run_stays_as_it_is_whatever_arrives(
         desk.virtual.handle(StepMessage(run_id=run_id, step=run.step, epoch=seen))
     assert desk.fleet.cancel(run_id) == run
     late: list[Callable[[], object]] = [
-        lambda: desk.fleet.approve(run_id),
-        lambda: desk.fleet.reject(run_id),
-        lambda: desk.fleet.answer(run_id, "yes"),
+        lambda: desk.fleet.approve(used, by=APPROVER),
+        lambda: desk.fleet.approve(late_token, by=APPROVER),
+        lambda: desk.fleet.reject(asked.id, by=APPROVER, reason="no"),
+        lambda: desk.fleet.answer(run_id, "yes", by=OPERATOR),
     ]
     for command in late:
-        with pytest.raises(NothingToApprove):
+        with pytest.raises(ApprovalRefused):
             command()
     desk.virtual.advance(10_000_000)
     desk.virtual.reconciler.sweep()
@@ -828,7 +837,7 @@ def parked(desk: Desk, **options: Any) -> Run:
 @pytest.mark.accept("STM-15")
 def test_an_approved_run_is_executing(desk: Desk) -> None:
     run = parked(desk)
-    approved = desk.fleet.approve(run)
+    approved = agree(desk.fleet, run)
 
     assert approved.status == "executing"
     assert desk.moves(approved)[-1] == ("awaiting_approval", "executing")
@@ -837,7 +846,7 @@ def test_an_approved_run_is_executing(desk: Desk) -> None:
 
 
 def reject(desk: Desk, run: Run) -> object:
-    return desk.fleet.reject(run)
+    return disagree(desk.fleet, run)
 
 
 def expire(desk: Desk, run: Run) -> object:
@@ -878,8 +887,8 @@ def test_an_approval_that_is_not_given_stops_the_run(
     assert (run.status, run.reason) == (status, reason)
     assert desk.moves(run)[-1] == ("awaiting_approval", status)
     assert (desk.calls, run.tool_calls) == ([], 0)
-    with pytest.raises(NothingToApprove):
-        desk.fleet.approve(run)
+    with pytest.raises(ApprovalRefused):
+        agree(desk.fleet, run)
 
 
 @pytest.mark.accept("STM-15")

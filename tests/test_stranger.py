@@ -9,24 +9,33 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Final
 
 import pytest
 
 from handrail import AgentLoop, Budget, Fleet, Workflow
+from handrail.agent.approvals import ApprovalRefused
 from handrail.agent.budget import CallLimits
 from handrail.agent.errors import BadInput, InvalidBudget, InvalidDefinition
 from handrail.agent.fixed import Check, Confirm, Deny, HandOff, Proceed, Read, Verify
-from handrail.agent.stage import Checked, Succeeded
+from handrail.agent.people import InvalidWords, NotAllowed
+from handrail.agent.stage import Checked, End, Succeeded
 from handrail.agent.tools import Principal, Tool
 from handrail.broker.loop import SharedLoop, shared_loop
-from handrail.fleet import InvalidDecision, InvalidRun, UnknownWorkflow, ask_bounded
+from handrail.fleet import (
+    InvalidQuery,
+    InvalidRun,
+    UnknownWorkflow,
+    ask_bounded,
+)
 from handrail.ledger.errors import DatabaseUnavailable, UnknownRun
 from handrail.ledger.migrate import upgrade
 from handrail.runs import Run
 from handrail.settings import InvalidSettings, Settings
 from handrail.tasks.calls import ToolCall
+from handrail.testing.people import APPROVER, OPERATOR
 
 ASK = {"kind": "tool", "tool": "look", "arguments": {}}
 DONE = {"kind": "complete", "answer": "done"}
@@ -111,8 +120,10 @@ def test_a_query_that_tries_to_end_the_process_is_an_error_like_any_other(
 ) -> None:
     call = ToolCall("run", "tenant", Principal(), "look", 5_000)
 
-    with pytest.raises(RuntimeError, match=kind.__name__):
-        ask_bounded(how(kind), {}, call, 5_000).result()
+    done = ask_bounded(how(kind), {}, call, 5_000).result()
+
+    assert done.end is End.RAISED and isinstance(done.error, RuntimeError)
+    assert kind.__name__ in str(done.error)
 
 
 @pytest.mark.parametrize("kind", ENDS_A_PROCESS)
@@ -266,6 +277,10 @@ def test_a_limit_of_one_call_is_raised_with_permission_only(fleet: Fleet) -> Non
 # ---- input ---------------------------------------------------------------------------------------
 
 
+#: What is neither a principal nor None, and must not be taken for nobody.
+NOBODY: Final[Sequence[Any]] = (0, "", False, [], {}, 5, b"alice")
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [
@@ -274,6 +289,16 @@ def test_a_limit_of_one_call_is_raised_with_permission_only(fleet: Fleet) -> Non
         ({"limits": "x"}, InvalidBudget),
         ({"budget": {"per_tool": {"lock": 1}}}, InvalidBudget),
         ({"budget": {"per_tool": {5: 1}}}, InvalidBudget),
+        *(({"principal": nobody}, InvalidRun) for nobody in NOBODY),
+        *(({name: ""}, InvalidRun) for name in ("tenant", "run_id", "dedupe_key", "traceparent")),
+        *(({name: 0}, InvalidRun) for name in ("tenant", "run_id", "dedupe_key", "traceparent")),
+        *(({"mode": none}, InvalidRun) for none in ("", None, 0)),
+        *(({"goal": none}, InvalidRun) for none in ("", None, 0)),
+        ({"workflow": ""}, UnknownWorkflow),
+        ({"budget": 0}, InvalidBudget),
+        ({"budget": ""}, InvalidBudget),
+        ({"limits": 0}, InvalidBudget),
+        ({"principal": Principal("")}, InvalidRun),
         ({"principal": Principal("alice", None)}, InvalidRun),  # type: ignore[arg-type]
         ({"principal": Principal("alice", [5])}, InvalidRun),  # type: ignore[arg-type]
         ({"principal": Principal("alice", "all")}, InvalidRun),  # type: ignore[arg-type]
@@ -292,11 +317,58 @@ def test_bad_input_is_refused_and_nothing_is_written(
     assert fleet.runs() == []
 
 
-@pytest.mark.parametrize("run_id", ["\ud800", "\0", "", "a b", ["x"], 5, None])
+def test_only_who_names_nobody_is_anonymous(fleet: Fleet) -> None:
+    fleet.workflow(looped(look(fleet)))
+
+    fleet.enqueue("work", goal="g", run_id="nobody", principal=None)
+    fleet.enqueue("work", goal="g", run_id="alice", principal="alice")
+
+    subjects = [fleet.trace(run)[0]["detail"]["subject"] for run in ("nobody", "alice")]
+    assert subjects == ["anonymous", "alice"]
+
+
+@pytest.mark.parametrize("run_id", ["\ud800", "\0", "", "a b", ["x"], 0, 5, False, None])
 def test_what_is_no_run_id_names_no_run(fleet: Fleet, run_id: Any) -> None:
-    for ask in (fleet.get, fleet.trace, fleet.cancel, fleet.approve):
-        with pytest.raises(UnknownRun):
+    def answer(run: Any) -> object:
+        return fleet.answer(run, "yes", by=OPERATOR)
+
+    for ask in (fleet.get, fleet.trace, fleet.wait, fleet.drive, fleet.cancel, answer):
+        with pytest.raises(UnknownRun) as refused:
             ask(run_id)
+        assert refused.value.code == "unknown-run"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"limit": limit} for limit in (-1, 0, None, "", True, 1.5)),
+        *({"status": none} for none in ("", 0, "gone")),
+        *({"workflow": none} for none in ("", 0, "\0")),
+    ],
+)
+def test_runs_that_cannot_be_looked_up_are_not_simply_none(
+    fleet: Fleet, options: dict[str, Any]
+) -> None:
+    with pytest.raises(InvalidQuery) as refused:
+        fleet.runs(**options)
+    assert refused.value.code == "invalid-query" and refused.value.field in options
+
+
+@pytest.mark.parametrize("seconds", [-1, None, "", "5", True, float("nan")])
+def test_nobody_waits_for_a_time_that_is_none(fleet: Fleet, seconds: Any) -> None:
+    fleet.workflow(looped(look(fleet)))
+    run = fleet.enqueue("work", goal="g")
+    waits: list[Callable[[], object]] = [
+        lambda: fleet.wait(run, timeout_s=seconds),
+        lambda: fleet.wait(run, poll_s=seconds),
+        lambda: fleet.drive(run, timeout_s=seconds),
+        lambda: fleet.run("work", goal="g", timeout_s=seconds),
+    ]
+    for wait in waits:
+        with pytest.raises(InvalidQuery, match="_s: give a number of seconds"):
+            wait()
+
+    assert len(fleet.runs()) == 1
 
 
 @pytest.mark.parametrize(
@@ -397,16 +469,51 @@ def test_a_stage_of_the_wrong_kind_is_refused(fleet: Fleet) -> None:
 @pytest.mark.parametrize(
     "word",
     [
-        lambda fleet, run: fleet.answer(run, 123),
-        lambda fleet, run: fleet.answer(run, "yes", author=None),
-        lambda fleet, run: fleet.approve(run, approver=123),
-        lambda fleet, run: fleet.reject(run, comment=b"no"),
+        lambda fleet, none: fleet.answer("run", none, by=OPERATOR),
+        lambda fleet, none: fleet.answer("run", "yes", by=Principal(none, roles=OPERATOR.roles)),
+        lambda fleet, none: fleet.reject("an approval", by=APPROVER, reason=none),
+        lambda fleet, none: fleet.approve("a token", by=APPROVER, comment=none),
+        lambda fleet, none: fleet.desk.comment("a handoff", none, by=OPERATOR),
+        lambda fleet, none: fleet.desk.resolve("a handoff", "failed", by=OPERATOR, reason=none),
+        lambda fleet, none: fleet.desk.admit(none, ["admin"]),
     ],
 )
-def test_a_persons_word_that_is_no_text_is_refused_and_nothing_is_changed(word: Any) -> None:
-    fleet = Fleet(database_url="sqlite://")
+@pytest.mark.parametrize("none", [123, None, b"no", ["yes"]])
+def test_a_persons_word_that_is_no_text_is_refused_and_nothing_is_changed(
+    fleet: Fleet, word: Callable[[Fleet, Any], object], none: Any
+) -> None:
+    with pytest.raises(InvalidWords, match=r"must be a text|is no name") as refused:
+        word(fleet, none)
 
-    with pytest.raises(InvalidDecision, match="must be a text") as refused:
-        word(fleet, "run")
+    assert refused.value.code == "invalid-words"
+    assert fleet.runs() == [] and fleet.desk.verify_audit().entries == 0
 
-    assert refused.value.code == "invalid-decision"
+
+@pytest.mark.parametrize("by", [None, 5, b"ann", ["ann"], {}])
+def test_who_is_nobody_decides_nothing(fleet: Fleet, by: Any) -> None:
+    acts: list[Callable[[], object]] = [
+        lambda: fleet.answer("run", "yes", by=by),
+        lambda: fleet.reject("an approval", by=by, reason="no"),
+        lambda: fleet.approve("a token", by=by),
+        lambda: fleet.desk.handoffs(by=by),
+    ]
+    for act in acts:
+        with pytest.raises(NotAllowed) as refused:
+            act()
+        assert refused.value.code == "not-allowed"
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"roles": ["operator"]}, {"roles": "operator"}, {"tenants": "t"}]
+)
+def test_a_principal_whose_roles_are_no_set_is_refused(fleet: Fleet, wrong: Any) -> None:
+    with pytest.raises(InvalidWords, match="frozensets"):
+        fleet.answer("run", "yes", by=replace(OPERATOR, **wrong))
+
+
+@pytest.mark.parametrize("token", [None, 5, b"x", "", "x", "\ud800", "a.b.c", "x" * 10**6])
+def test_what_is_no_token_is_no_consent(fleet: Fleet, token: Any) -> None:
+    with pytest.raises(ApprovalRefused) as refused:
+        fleet.approve(token, by=APPROVER)
+
+    assert (refused.value.code, refused.value.problem) == ("approval-refused", "unbound")

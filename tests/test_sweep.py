@@ -17,6 +17,7 @@ import pytest
 
 from handrail.agent.budget import Budget
 from handrail.agent.effects import QUERIES_PER_DISPATCH
+from handrail.agent.stage import End
 from handrail.broker.message import StepMessage
 from handrail.broker.publish import PublishFailed
 from handrail.fleet import ask_bounded
@@ -28,7 +29,7 @@ from handrail.reconciler.errands import STUCK_S
 from handrail.reconciler.pace import GRACE_S, Pace
 from handrail.reconciler.sweep import QUIET, SWEEP_S, SWEPT, Reconciler
 from handrail.reconciler.timer import SweepTimer
-from handrail.tasks.calls import ToolCall
+from handrail.tasks.calls import Called, ToolCall, at_any_time
 from tests.world import KINDS, LEASE_MS, SECOND, World, open_world, save_for_goal
 
 PATIENT: Final = Budget(deadline_ms=10**9, expires_ms=10**10)
@@ -48,33 +49,38 @@ class Questions:
 
     hangs: Callable[[ToolCall], bool] = lambda call: False
     asked: list[str] = field(default_factory=list)  # run ids
-    open: dict[str, Future[Any]] = field(default_factory=dict)
+    open: dict[str, Future[Called]] = field(default_factory=dict)
     most_open: Counter[str] = field(default_factory=Counter)  # by tool, and "" for all
     before: Callable[[], object] = lambda: None
     guard: threading.Lock = field(default_factory=threading.Lock)
     _tools: dict[str, str] = field(default_factory=dict)
 
     def ask(
-        self, function: Callable[..., Any], arguments: Any, call: ToolCall, limit_ms: int
-    ) -> Future[Any]:
+        self,
+        function: Callable[..., Any],
+        arguments: Any,
+        context: ToolCall,
+        limit_ms: int,
+        in_time: Callable[[], bool] = at_any_time,
+    ) -> Future[Called]:
         self.before()
-        found: Future[Any] = Future()
+        found: Future[Called] = Future()
         with self.guard:
-            self.asked.append(call.run_id)
-            if self.hangs(call):
-                self.open[call.run_id] = found
-                self._tools[call.run_id] = call.tool
+            self.asked.append(context.run_id)
+            if self.hangs(context):
+                self.open[context.run_id] = found
+                self._tools[context.run_id] = context.tool
                 count = Counter(self._tools[run] for run in self.open)
                 self.most_open |= count + Counter({"": count.total()})
                 return found
-        found.set_result(function(arguments, call))
+        found.set_result(Called(End.RETURNED, function(arguments, context)))
         return found
 
     def answer(self, run_id: str, record: Any = None) -> None:
         """Let the service answer at last."""
         with self.guard:
             found = self.open.pop(run_id)
-        found.set_result(record)
+        found.set_result(Called(End.RETURNED, record))
 
 
 def asking(world: World, questions: Questions, **options: Any) -> Reconciler:
@@ -96,11 +102,14 @@ def taken_up(world: World) -> Callable[[Sequence[StepMessage]], None]:
     return publish
 
 
-def doubts(world: World, count: int, *, tool: str = "save", first: int = 0) -> list[str]:
+def doubts(
+    world: World, count: int, *, tool: str = "save", first: int = 0, **contract: Any
+) -> list[str]:
     """Runs whose write took effect and whose answer was lost; their first query is due."""
     if f"{tool}s@1" not in world.fleet.workflows:
         plan: list[Any] = [lambda seen: save_for_goal(seen) | {"tool": tool}]
-        world.workflow(world.write_tool(tool), plan=plan, name=f"{tool}s", budget=PATIENT)
+        writes = world.write_tool(tool, **contract)
+        world.workflow(writes, plan=plan, name=f"{tool}s", budget=PATIENT)
     numbers = range(first, first + count)
     runs = [world.start(f"{tool}s", run_id=f"{tool}-{number}") for number in numbers]
     for run in runs:
@@ -493,7 +502,7 @@ def test_a_beat_that_paused_for_an_hour_is_made_up_for_by_its_next_tick(world: W
 
 def test_a_sweep_that_is_not_done_keeps_no_other_from_helping(world: World) -> None:
     """Only one that found nothing more to do does."""
-    runs = doubts(world, 4)
+    runs = doubts(world, 4, timeout_ms=2 * POSTPONE_MS)  # so long a query is under way
     questions = Questions(hangs=lambda call: call.run_id == runs[0])
     first = asking(world, questions, queries=2)
     while not questions.asked:

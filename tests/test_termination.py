@@ -650,5 +650,5 @@ def test_a_cancel_over_a_write_is_reconciled_and_not_called_cancelled(kind: str)
     assert world.statuses == ["reconciling"]
     settled = world.fleet.get("in-flight")
     assert settled.status == "handed_off"  # applied, and no compensation is declared
-    [handoff] = world.fleet.ledger.handoffs(run_id="in-flight")
+    [handoff] = world.fleet.ledger.people.handoffs(run_id="in-flight")
     assert handoff["package"]["effect"]["status"] == "applied"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,13 +18,14 @@ from handrail.agent.protocol import Ruling, cancel
 from handrail.agent.stage import Observation
 from handrail.agent.status import RunStatus
 from handrail.broker.message import StepMessage
+from handrail.ledger import database as database_module
 from handrail.ledger.database import ConnectionLost
-from handrail.ledger.errors import DatabaseUnavailable
-from handrail.ledger.ledger import Claim, DueStep, StepEnd
+from handrail.ledger.errors import DatabaseUnavailable, LedgerLocked
+from handrail.ledger.ledger import Claim, StepEnd
 from handrail.tasks.runtime import Handle, Runtime
 from handrail.tasks.step import run_step
 from handrail.tasks.together import MOST, Together
-from tests.world import KINDS, Outside, World, look, open_world
+from tests.world import KINDS, LEASE_MS, SECOND, Outside, World, look, open_world
 
 RUNS = 5
 Rows = list[list[dict[str, Any]]]
@@ -184,7 +186,7 @@ def trips_of(world: World, monkeypatch: pytest.MonkeyPatch) -> list[Calls]:
     trips: list[Calls] = []
     claims, ends = world.ledger.claim_each, world.ledger.commit_each
 
-    def claim_each(due: Sequence[tuple[str, int]], **options: Any) -> list[Claim | None]:
+    def claim_each(due: Sequence[tuple[str, int]], **options: Any) -> Any:
         trips.append([("claim", {"id": run_id}) for run_id, _ in due])
         return claims(due, **options)
 
@@ -298,6 +300,80 @@ def test_a_database_that_is_away_is_tried_once_for_all(
     assert {world.row(run)["epoch"] for run in runs} == {0}
 
 
+# ---- a run that somebody else holds --------------------------------------------------------------
+
+Holds = Callable[[str], Any]
+
+
+@pytest.fixture
+def holds(world: World, monkeypatch: pytest.MonkeyPatch) -> Holds:
+    """Hold a run's row in an open transaction, for longer than the fleet waits."""
+    for name in ("_LOCK_TIMEOUT_MS", "_BUSY_TIMEOUT_MS"):
+        monkeypatch.setattr(database_module, name, 300)
+    world.ledger.close()  # a connection keeps the patience that it was made with
+
+    @contextmanager
+    def holding(run_id: str) -> Iterator[None]:
+        with world.control.transaction() as tx:
+            tx.run("UPDATE handrail_run SET goal = goal WHERE id = :id", {"id": run_id})
+            yield
+
+    return holding
+
+
+def kept_waiting(world: World, held: str, runs: Sequence[str]) -> set[str]:
+    """Whose step fails while one run is held: SQLite has one lock, for all of them."""
+    return {held} if world.postgres else set(runs)
+
+
+def test_a_run_that_somebody_holds_fails_its_own_claim_alone(world: World, holds: Holds) -> None:
+    runs, worker = several(world), world.worker()
+    failing = kept_waiting(world, runs[2], runs)
+
+    with holds(runs[2]):
+        at_once(worker, [world.message(run) for run in runs])
+
+    assert worker.counts["claim-failed"] == len(failing)
+    assert worker.counts["steps"] == RUNS - len(failing)
+    assert {run for run in runs if not world.row(run)["epoch"]} == failing
+    assert {world.drive(run).status for run in runs} == {"completed"}
+    assert {world.used(run)["model_calls"] for run in runs} == {2}
+
+
+def test_a_run_that_somebody_holds_fails_its_own_commit_alone(world: World, holds: Holds) -> None:
+    """Its lease and the sweep bring it back; what it has paid for stays charged."""
+    runs, worker = several(world), world.worker()
+    failing = kept_waiting(world, runs[2], runs)
+
+    with ExitStack() as until_the_end:
+        world.outside.when = lambda place: place == "before read tool"
+
+        def hold() -> None:
+            world.outside.when = lambda place: False
+            until_the_end.enter_context(holds(runs[2]))
+
+        world.outside.then = hold
+        at_once(worker, [world.message(run) for run in runs])
+
+    assert worker.counts["step-failed"] == len(failing)
+    assert {run for run in runs if world.row(run)["lease_until"] is not None} == failing
+    assert {world.drive(run).status for run in runs} == {"completed"}
+    assert {run for run in runs if world.used(run)["model_calls"] == 3} == failing
+
+
+def test_a_lock_that_is_held_for_too_long_is_told_from_a_database_that_is_away(
+    world: World, holds: Holds
+) -> None:
+    [run] = several(world, 1)
+
+    with holds(run), pytest.raises(LedgerLocked) as told:
+        world.ledger.rule(run, cancel)
+
+    assert told.value.code == "ledger-locked"
+    assert "pg_stat_activity" in str(told.value)
+    assert world.row(run)["cancel_requested_at"] is None
+
+
 def test_a_trip_is_longer_than_any_buffer_both_ways(world: World) -> None:
     """Who sends all of it before he reads would wait for a server that waits for him."""
     long = "x" * 2_000_000
@@ -393,7 +469,7 @@ def test_workers_that_claim_the_same_runs_in_any_order_never_wait_for_each_other
                 barrier.wait(timeout=30)
                 due = [(run, 2 * at) for run in (runs if number else runs[::-1])]
                 got = world.ledger.claim_each(due, holder=f"w{number}", known=["draft@1"])
-                won[number] += [f"{claim.run_id} {at}" for claim in got if claim is not None]
+                won[number] += [f"{claim.run_id} {at}" for claim in got if isinstance(claim, Claim)]
                 barrier.wait(timeout=30)
                 if number:  # every run is due again, one epoch on
                     world.control.run(
@@ -417,33 +493,98 @@ def test_workers_that_claim_the_same_runs_in_any_order_never_wait_for_each_other
     assert sorted(won[0] + won[1]) == sorted(f"{run} {at}" for run in runs for at in range(rounds))
 
 
-def test_a_worker_that_leaves_locks_its_runs_in_the_same_order(world: World) -> None:
-    """Or its drain and the commits of its last steps could wait for each other."""
-    if not world.postgres:
-        return  # one transaction at a time: nobody holds one row and waits for another
+@pytest.fixture
+def on_postgres(request: pytest.FixtureRequest) -> Iterator[World]:
+    """A world where one row can be held alone: SQLite has one lock, for all of them."""
+    request.param = "postgres"
+    with open_world(request) as opened:
+        yield opened
+
+
+def test_a_worker_that_leaves_waits_for_no_run_that_somebody_holds(on_postgres: World) -> None:
+    """That one is left to its lease, and the others go on elsewhere at once."""
+    world = on_postgres
     world.workflow(world.read_tool())
-    claims = [world.claim(world.start(run_id=name)) for name in ("b", "a")]
-    held = [claim.claim_id for claim in all_of(claims)]
-    returned: list[DueStep] = []
+    claims = all_of([world.claim(world.start(run_id=name)) for name in "abc"])
 
-    def leave() -> None:
-        returned.extend(world.ledger.give_back(held, unused=[], holder="a worker"))
-
-    leaving = threading.Thread(target=leave)
-    with world.control.transaction() as tx:  # as a commit of both locks them
-        tx.run("SELECT id FROM handrail_run WHERE id = 'a' FOR UPDATE", {})
-        leaving.start()
-        leaving.join(0.3)
+    with world.control.transaction() as tx:
         tx.run("SELECT id FROM handrail_run WHERE id = 'b' FOR UPDATE", {})
-    leaving.join()
+        returned = world.ledger.give_back(
+            [claim.claim_id for claim in claims], unused=[], holder="a worker"
+        )
 
-    assert sorted(step.run_id for step in returned) == ["a", "b"]
+    assert sorted(step.run_id for step in returned) == ["a", "c"]
+    assert world.row("b")["lease_until"] is not None
 
 
-def all_of(claims: Sequence[Claim | None]) -> list[Claim]:
+def test_a_run_that_somebody_holds_is_renewed_later_and_holds_up_no_other(
+    on_postgres: World,
+) -> None:
+    world = on_postgres
+    world.workflow(world.read_tool())
+    claims = all_of([world.claim(world.start(run_id=name)) for name in "abc"])
+    before = world.row("b")["lease_until"]
+    world.advance(10_000)
+    far = world.clock.ms + 10**6
+    held = [(claim.run_id, claim.claim_id, far) for claim in claims]
+
+    with world.control.transaction() as tx:
+        tx.run("SELECT id FROM handrail_run WHERE id = 'b' FOR UPDATE", {})
+        answers = world.ledger.renew(held)
+
+    assert [answers[claim.claim_id] for claim in claims] == [False, None, False]
+    assert world.row("b")["lease_until"] == before
+    assert world.row("a")["lease_until"] == world.row("c")["lease_until"] == before + 10_000
+    assert set(world.ledger.renew(held).values()) == {False}
+    assert world.row("b")["lease_until"] == before + 10_000
+
+
+def test_a_worker_beyond_its_lease_starts_nothing_while_somebody_holds_its_run(
+    on_postgres: World,
+) -> None:
+    """Whoever holds it may be taking it over; what is not renewed is not lost either."""
+    world = on_postgres
+    world.workflow(world.read_tool(), plan=[look(q=1)])
+    run = world.start()
+    worker = world.worker(outside := Outside())
+    outside.when = lambda place: place == "after model"
+
+    with ExitStack() as until_the_end:
+
+        def beyond_its_lease() -> None:
+            outside.when = lambda place: False
+            world.advance(LEASE_MS + SECOND)
+            tx = until_the_end.enter_context(world.control.transaction())
+            tx.run("SELECT id FROM handrail_run WHERE id = :id FOR UPDATE", {"id": run})
+
+        outside.then = beyond_its_lease
+        world.step(run, outside=outside, runtime=worker)
+
+    assert worker.counts["fenced"] == 1 and world.service.calls[f"read {run}"] == 0
+    assert world.drive(run).status == "completed"
+
+
+def test_a_row_that_cannot_be_read_fails_its_own_claim_alone(world: World) -> None:
+    runs = several(world)
+    of_a_newer_release = '{"do": "of-a-newer-release"}'
+    was = world.row(runs[2])["pending"]
+    change = "UPDATE handrail_run SET pending = :pending WHERE id = :id"
+    world.control.run(change, {"pending": of_a_newer_release, "id": runs[2]})
+
+    claims = world.ledger.claim_each(
+        [(run, 0) for run in runs], holder="a worker", known=["draft@1"]
+    )
+
+    assert isinstance(claims[2], Exception)
+    assert len(all_of([claim for claim in claims if claim is not claims[2]])) == RUNS - 1
+    world.control.run(change, {"pending": was, "id": runs[2]})
+
+
+def all_of(claims: Sequence[Claim | BaseException | None]) -> list[Claim]:
     """Claims that were all granted."""
-    assert None not in claims
-    return [claim for claim in claims if claim is not None]
+    granted = [claim for claim in claims if isinstance(claim, Claim)]
+    assert len(granted) == len(claims)
+    return granted
 
 
 def going_on(claim: Claim) -> Ruling:

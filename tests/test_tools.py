@@ -34,6 +34,7 @@ from handrail.agent.tools import (
 )
 from handrail.gateway.model import Scripted
 from handrail.tasks.calls import ToolCall, call
+from handrail.testing.people import agree
 from handrail.testing.virtual_fleet import VirtualFleet
 from tests.control import ask, claim, details
 
@@ -224,7 +225,7 @@ def test_such_a_tool_is_approved_first_and_its_time_out_is_an_unknown_effect(
     run = virtual.run("payment", goal="pay")
     assert (run.status, sent) == ("awaiting_approval", [])
 
-    virtual.fleet.approve(run)
+    agree(virtual.fleet, run)
     run = virtual.drive(run.run_id)
 
     assert len(sent) == 1

@@ -10,8 +10,7 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import contextmanager
-from datetime import UTC, datetime
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import typer
 from celery.apps.beat import Beat
@@ -21,27 +20,47 @@ from kombu.utils.url import maybe_sanitize_url
 from typer.core import TyperGroup
 
 from handrail.agent.canonical import Json, parse_json
+from handrail.agent.effects import EffectStatus
 from handrail.agent.errors import HandrailError, InvalidBudget, NotCanonical
 from handrail.agent.machine import Mode
 from handrail.agent.pauses import InvalidPause, Scope
 from handrail.agent.review import rounds as rounds_of
 from handrail.agent.status import RunStatus
 from handrail.agent.tools import Principal
+from handrail.cli import approvals, audit, handoffs
 from handrail.cli import doctor as doctor_
 from handrail.cli import reconcile as sweeps
 from handrail.cli.errors import FAILED, report
 from handrail.cli.fleets import load, load_or_plain
 from handrail.cli.ground import for_new_runs, for_reading, for_work, for_writing
+from handrail.cli.options import (
+    JSON_WANTED,
+    AsJson,
+    By,
+    FleetName,
+    InvalidOption,
+    Limit,
+    OfTenant,
+    OfTool,
+    OfWorkflow,
+    OlderThan,
+    RunId,
+    command,
+    duration_ms,
+    lasting,
+    me,
+    time_of,
+)
 from handrail.cli.review import reviewed, show_review, show_rounds
 from handrail.fleet import InvalidRun
 from handrail.ledger.database import ConnectionLost
-from handrail.ledger.errors import DatabaseUnavailable, NothingToApprove
+from handrail.ledger.errors import DatabaseUnavailable
 from handrail.reconciler.sweep import Swept
 from handrail.runs import Run
-from handrail.terminal import compact, console, details, heading, note, say, say_json, table
+from handrail.terminal import compact, details, heading, note, say, say_json, table
+from handrail.terminal import show as show_table
 
 log = logging.getLogger("handrail.cli")
-JSON_WANTED: Final = "handrail.json"
 
 
 class Commands(TyperGroup):
@@ -55,12 +74,17 @@ class Commands(TyperGroup):
             error: HandrailError = DatabaseUnavailable(str(lost))
         except HandrailError as raised:
             error = raised
+        except typer.BadParameter as unread:
+            if not ctx.meta.get(JSON_WANTED):
+                raise
+            error = InvalidOption(unread.format_message())
         raise typer.Exit(report(error, as_json=bool(ctx.meta.get(JSON_WANTED))))
 
 
 app = typer.Typer(
     cls=Commands,
     help="Controlled agents on a Celery fleet.",
+    epilog="Exit codes: 0 done, 1 failed, 2 bad input or refused, 3 try again later.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,  # they show local variables, and with them secrets
@@ -70,21 +94,6 @@ db = typer.Typer(help="The ledger's database.", no_args_is_help=True)
 app.add_typer(db, name="db")
 
 
-def _wants_json(context: typer.Context, value: bool) -> bool:
-    context.meta[JSON_WANTED] = value  # errors are to be JSON as well
-    return value
-
-
-AsJson = Annotated[
-    bool, typer.Option("--json", callback=_wants_json, help="Print JSON, errors included.")
-]
-FleetName = Annotated[
-    str | None,
-    typer.Option(
-        "--fleet", envvar="HANDRAIL_FLEET", metavar="MODULE:ATTRIBUTE", help="Your fleet."
-    ),
-]
-RunId = Annotated[str, typer.Argument(metavar="RUN", help="The run's id.")]
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning, error or critical.")]
 
 
@@ -266,7 +275,9 @@ def run(
     options: dict[str, Any] = {
         "goal": goal,
         "input": _parsed_input(input),
-        "principal": Principal(principal or "anonymous", frozenset(permission or ())),
+        "principal": Principal(
+            "anonymous" if principal is None else principal, frozenset(permission or ())
+        ),
         "budget": _parsed_budget(budget) if budget else None,
         "tenant": tenant,
         "run_id": run_id,
@@ -283,6 +294,8 @@ def run(
         if wait:
             found = fleet.wait(found, timeout_s=timeout_s)
     _show_run(found, as_json=as_json)
+    if found.status == RunStatus.AWAITING_APPROVAL and not as_json:
+        note(f"it waits for consent: {command('approve', found.run_id)}")
     if found.ended and found.status != RunStatus.COMPLETED and not _stopped_before_a_write(found):
         raise typer.Exit(FAILED)
 
@@ -290,14 +303,28 @@ def run(
 @app.command()
 def runs(
     status: Annotated[RunStatus | None, typer.Option(help="Only these.")] = None,
-    workflow: Annotated[str | None, typer.Option(help="Only of this workflow.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=10_000, help="At most so many.")] = 50,
+    workflow: OfWorkflow = None,
+    tenant: OfTenant = None,
+    tool: Annotated[
+        str | None, typer.Option(help="Only what has sent, or rests on, a write of this tool.")
+    ] = None,
+    reason: Annotated[str | None, typer.Option(help="Only what stopped with it.")] = None,
+    older_than: OlderThan = None,
+    limit: Limit = 50,
     fleet_name: FleetName = None,
     as_json: AsJson = False,
 ) -> None:
     """List runs, the newest first."""
     fleet = for_reading(load_or_plain(fleet_name))
-    found = fleet.runs(status=status.value if status else None, workflow=workflow, limit=limit)
+    found = fleet.runs(
+        status=status.value if status else None,
+        workflow=workflow,
+        tenant=tenant,
+        tool=tool,
+        reason=reason,
+        older_than_ms=duration_ms("--older-than", older_than),
+        limit=limit,
+    )
     if as_json:
         say_json([run.to_json() for run in found])
         return
@@ -305,7 +332,7 @@ def runs(
         *("run", "workflow", "mode", "status", "reason"),
         *("steps", "model calls", "tool calls", "goal"),
     )
-    console().print(
+    show_table(
         table(
             columns,
             (
@@ -327,22 +354,64 @@ def runs(
 
 
 @app.command()
+def effects(
+    unresolved: Annotated[
+        bool, typer.Option("--unresolved", help="Only those of unknown outcome.")
+    ] = False,
+    status: Annotated[EffectStatus | None, typer.Option(help="Only these.")] = None,
+    tool: OfTool = None,
+    tenant: OfTenant = None,
+    workflow: OfWorkflow = None,
+    older_than: OlderThan = None,
+    limit: Limit = 50,
+    fleet_name: FleetName = None,
+    as_json: AsJson = False,
+) -> None:
+    """List writes, the oldest first: how each stands, and which run it belongs to."""
+    found = for_reading(load_or_plain(fleet_name)).effects(
+        unresolved=unresolved,
+        status=status.value if status else None,
+        tool=tool,
+        tenant=tenant,
+        workflow=workflow,
+        older_than_ms=duration_ms("--older-than", older_than),
+        limit=limit,
+    )
+    if as_json:
+        say_json(found)
+        return
+    columns = ("run", "tool", "status", "in doubt for", "attempts", "intent", "arguments")
+    rows = (
+        (
+            one["owner_run_id"] or "",
+            one["tool"],
+            one["status"],
+            "" if one["age_ms"] is None else lasting(one["age_ms"]),
+            one["attempts"],
+            one["intent_key"],
+            compact(one["arguments"]),
+        )
+        for one in found
+    )
+    show_table(table(columns, rows))
+
+
+@app.command()
 def show(run_id: RunId, fleet_name: FleetName = None, as_json: AsJson = False) -> None:
     """Show one run: how it stands, what it has used, its effects, and what it waits for."""
     fleet = for_reading(load_or_plain(fleet_name))
     found = fleet.get(run_id)
-    effects = fleet.ledger.effects(run_id=run_id)
-    approvals = fleet.ledger.approvals(run_id=run_id)
-    handoffs = fleet.ledger.handoffs(run_id=run_id)
+    written = fleet.ledger.effects(run_id=run_id)
+    asked = [one.shown for one in fleet.ledger.people.approvals(run_id=run_id)]
+    handed_off = fleet.ledger.people.handoffs(run_id=run_id)
     if as_json:
-        more = {"effects": effects, "approvals": approvals, "handoffs": handoffs}
+        more = {"effects": written, "approvals": asked, "handoffs": handed_off}
         say_json(found.to_json() | more)
         return
     _show_run(found, as_json=False)
-    out = console()
-    if effects:
+    if written:
         heading("effects")
-        out.print(
+        show_table(
             table(
                 ("tool", "status", "attempts", "intent", "arguments", "evidence"),
                 (
@@ -354,28 +423,29 @@ def show(run_id: RunId, fleet_name: FleetName = None, as_json: AsJson = False) -
                         compact(effect["arguments"]),
                         effect["evidence"] or "",
                     )
-                    for effect in effects
+                    for effect in written
                 ),
             )
         )
-    for approval in approvals:
+    for approval in asked:
         heading("waits for approval of exactly this")
-        out.print(details(_shown_action(approval)))
-        note(f"agree: handrail approve {run_id}")
-    for handoff in handoffs:
+        show_table(details(_shown_action(approval)))
+        note(f"agree: {command('approve', run_id)}")
+    for handoff in handed_off:
         heading("handed off")
         package = handoff["package"]
-        out.print(
+        show_table(
             details(
                 {
                     "reason": handoff["reason"],
-                    "since": _time(handoff["opened_at"]),
+                    "since": time_of(handoff["opened_at"]),
                     "problem": package.get("problem", ""),
                     "pending": compact(package.get("pending_action")),
                     "taken over by": package.get("takeover", "none"),
                 }
             )
         )
+        note(f"look at it: {command('handoff', 'show', handoff['id'])}")
 
 
 @app.command()
@@ -407,11 +477,11 @@ def trace(
     if as_json:
         say_json(events)
         return
-    console().print(
+    show_table(
         table(
             ("seq", "time", "step", "event", "detail"),
             (
-                (e["seq"], _time(e["at"]), e["step"], e["type"], compact(e["detail"]))
+                (e["seq"], time_of(e["at"]), e["step"], e["type"], compact(e["detail"]))
                 for e in events
             ),
         )
@@ -419,30 +489,29 @@ def trace(
 
 
 @app.command()
-def cancel(run_id: RunId, fleet_name: FleetName = None, as_json: AsJson = False) -> None:
-    """Cancel a run: nothing more is started, and what is in flight is found out, not denied."""
-    fleet = for_writing(load_or_plain(fleet_name))
-    _show_run(fleet.cancel(run_id), as_json=as_json)
-
-
-@app.command()
-def approve(
+def cancel(
     run_id: RunId,
-    approver: Annotated[str, typer.Option("--as", help="Who agrees.")] = "operator",
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    reason: Annotated[str, typer.Option(help="Why; it is kept in the audit.")] = "",
+    by: By = None,
     fleet_name: FleetName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Agree to the exact action that a run waits with; it goes on with the time it had left."""
+    """Cancel a run: nothing more is started, and what is in flight is found out, not denied."""
     fleet = for_writing(load_or_plain(fleet_name))
-    waiting = fleet.ledger.approvals(run_id=run_id)
-    if not waiting:
-        raise NothingToApprove(run_id, fleet.get(run_id).status)
-    if not as_json:
-        console().print(details(_shown_action(waiting[0])))
-    if not yes:
-        typer.confirm("Agree to exactly this?", abort=True, err=True)
-    _show_run(fleet.approve(run_id, approver=approver), as_json=as_json)
+    _show_run(fleet.cancel(run_id, by=me(by), reason=reason), as_json=as_json)
+
+
+# ---- people --------------------------------------------------------------------------------------
+
+app.command("handoffs")(handoffs.handoffs)
+app.add_typer(handoffs.handoff, name="handoff")
+app.command("approvals")(approvals.approvals)
+app.add_typer(approvals.approval, name="approval")
+app.command("approve")(approvals.approve)
+app.command("reject")(approvals.reject)
+app.command("answer")(approvals.answer)
+app.add_typer(audit.audit, name="audit")
+app.add_typer(audit.principals, name="principals")
 
 
 # ---- pauses --------------------------------------------------------------------------------------
@@ -458,7 +527,7 @@ def pause(
     tenant: TenantName = None,
     workflow: WorkflowName = None,
     tool: ToolName = None,
-    by: Annotated[str, typer.Option("--as", help="Who pauses it.")] = "operator",
+    by: By = None,
     fleet_name: FleetName = None,
     as_json: AsJson = False,
 ) -> None:
@@ -469,7 +538,7 @@ def pause(
     """
     fleet = for_reading(load_or_plain(fleet_name))
     scope, name = _scope(tenant, workflow, tool)
-    found = fleet.pause(scope, name, reason=reason, by=by)
+    found = fleet.pause(scope, name, reason=reason, by=me(by))
     known = {Scope.WORKFLOW: fleet.workflows_known, Scope.TOOL: fleet.tools_known}.get(scope)
     if known and name not in known:
         note(f"no {scope} {name!r} is known here: is it spelled right?")
@@ -481,12 +550,15 @@ def resume(
     tenant: TenantName = None,
     workflow: WorkflowName = None,
     tool: ToolName = None,
+    reason: Annotated[str, typer.Option(help="Why; it is kept in the audit.")] = "",
+    by: By = None,
     fleet_name: FleetName = None,
     as_json: AsJson = False,
 ) -> None:
     """Lift a pause; what waited on it goes on. Other pauses stay in force."""
     scope, name = _scope(tenant, workflow, tool)
-    lifted = for_reading(load_or_plain(fleet_name)).resume(scope, name)
+    fleet = for_reading(load_or_plain(fleet_name))
+    lifted = fleet.resume(scope, name, by=me(by), reason=reason)
     if as_json:
         say_json({"scope": scope.value, "name": name, "lifted": lifted})
     else:
@@ -500,13 +572,13 @@ def pauses(fleet_name: FleetName = None, as_json: AsJson = False) -> None:
     if as_json:
         say_json([item.to_json() for item in found])
         return
-    console().print(
+    show_table(
         table(
             ("what", "since", "by", "reason"),
             (
                 (
                     _titled(item.scope, item.name),
-                    "" if item.paused_at is None else _time(item.paused_at),
+                    "" if item.paused_at is None else time_of(item.paused_at),
                     "itself" if item.automatic else item.paused_by,
                     item.reason,
                 )
@@ -555,7 +627,7 @@ def doctor(fleet_name: FleetName = None, as_json: AsJson = False) -> None:
         say_json({"ok": is_fit, "findings": described, "figures": figures})
     else:
         rows = ((f.about, f.level, f.code, f.detail, f.next_step) for f in findings)
-        console().print(table(("about", "level", "code", "detail", "what to do"), rows))
+        show_table(table(("about", "level", "code", "detail", "what to do"), rows))
         if figures is not None:
             counts = ", ".join(f"{n} {status}" for status, n in sorted(figures["runs"].items()))
             say(f"runs under way: {counts or 'none'}")
@@ -611,14 +683,14 @@ def _show_run(found: Run, *, as_json: bool) -> None:
         "status": found.status,
         "reason": found.reason or "",
         "answer": "" if found.answer is None else compact(found.answer),
-        "created": _time(found.created_at),
+        "created": time_of(found.created_at),
         "used": ", ".join(
             f"{_used(found, name)} {name.replace('_', ' ')}"
             for name in ("steps", "model_calls", "tool_calls")
         ),
         "cancel": "wished" if found.cancel_requested else "",
     }
-    console().print(details({name: value for name, value in shown.items() if value != ""}))
+    show_table(details({name: value for name, value in shown.items() if value != ""}))
 
 
 def _shown_action(approval: dict[str, Any]) -> dict[str, object]:
@@ -626,14 +698,10 @@ def _shown_action(approval: dict[str, Any]) -> dict[str, object]:
         "tool": f"{approval['tool']}@{approval['contract_version']}",
         "arguments": compact(approval["arguments"]),
         "on behalf of": approval["subject"],
-        "expires": _time(approval["expires_at"]),
+        "expires": time_of(approval["expires_at"]),
     }
 
 
 def _used(run: Run, name: str) -> str:
     used = run.budget_used[name]
     return f"{used}/{used + run.budget_left[name]}"
-
-
-def _time(at: int) -> str:
-    return datetime.fromtimestamp(at / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]

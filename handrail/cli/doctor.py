@@ -11,9 +11,11 @@ from kombu.utils.url import maybe_sanitize_url
 from handrail.agent.errors import HandrailError
 from handrail.broker.app import verify_app, verify_server
 from handrail.cli.ground import for_reading
+from handrail.cli.options import lasting
 from handrail.fleet import Fleet
 from handrail.ledger.database import ConnectionLost
 from handrail.ledger.errors import DatabaseUnavailable
+from handrail.ledger.ledger import MOST_COUNTED
 from handrail.ledger.migrate import HEAD
 from handrail.shared_valkey import find
 
@@ -43,11 +45,13 @@ def examine(fleet: Fleet) -> tuple[list[Finding], dict[str, Any] | None]:
     findings = [*_database(fleet)]
     figures = None
     if all(finding.level == OK for finding in findings):
-        figures = fleet.ledger.figures()
+        waiting = fleet.ledger.people.waiting(most=MOST_COUNTED)
+        figures = fleet.ledger.figures() | waiting
     findings += _broker(fleet)
     if figures is not None:
         findings += _sweep(fleet, figures)
         findings += _doubt(figures)
+        findings += _people(fleet, figures)
         findings += _pauses(figures)
     return findings, figures
 
@@ -128,8 +132,45 @@ def _doubt(figures: dict[str, Any]) -> Iterator[Finding]:
             f"{unknown} of unknown outcome, the oldest for {oldest_ms // 1000} s",
             "See that the services which they were sent to answer queries.",
         )
+    elif handed_off := figures["handed_off_effects"]:
+        yield Finding(
+            "effects",
+            WARNING,
+            "effects-with-people",
+            f"{unknown} of unknown outcome that is still asked about, {handed_off} that only a"
+            " person can settle",
+            "Settle them: 'handrail handoffs'.",
+        )
     else:
         yield Finding("effects", OK, "effects-settled", f"{unknown} of unknown outcome")
+
+
+def _people(fleet: Fleet, figures: dict[str, Any]) -> Iterator[Finding]:
+    """What waits for a person, and whether persons can decide it here."""
+    by_priority = figures["handoffs_by_priority"]
+    consents, questions = figures["pending_approvals"], figures["open_questions"]
+    said = [
+        _waits("handoffs", sum(by_priority.values()), figures["oldest_handoff_ms"], by_priority),
+        _waits("approvals", consents, figures["oldest_approval_ms"], {}),
+        f"{questions} questions",
+    ]
+    if any((by_priority, consents, questions)):
+        look = "Look: 'handrail handoffs', 'handrail approvals'."
+        yield Finding("people", WARNING, "people-needed", ", ".join(said), look)
+    else:
+        yield Finding("people", OK, "nobody-needed", "nothing waits for a person")
+    try:
+        fleet.desk.must_sign()
+    except HandrailError as error:
+        problem = "nobody can agree to anything: approval tokens cannot be signed here"
+        yield Finding("approvals", WARNING, error.code, problem, f"{error}.")
+
+
+def _waits(what: str, number: int, oldest_ms: int, by_priority: dict[str, int]) -> str:
+    """How many of something wait, of which urgency, and the oldest for how long."""
+    parts = [f"{count} of priority {priority}" for priority, count in by_priority.items()]
+    parts += [f"the oldest for {lasting(oldest_ms)}"] if number else []
+    return f"{number} {what}" + (f" ({', '.join(parts)})" if parts else "")
 
 
 def _pauses(figures: dict[str, Any]) -> Iterator[Finding]:
@@ -144,7 +185,7 @@ def _pauses(figures: dict[str, Any]) -> Iterator[Finding]:
                 "too-many-unknown",
                 f"{what} is sent nothing new: {pause['reason']}",
                 "See that the service answers queries; what only a person can settle is in"
-                " 'handrail runs --status handed_off'.",
+                " 'handrail handoffs'.",
             )
         else:
             option = "" if pause["scope"] == "fleet" else f" --{pause['scope']} {pause['name']}"

@@ -7,7 +7,9 @@ import sys
 from dataclasses import asdict
 from typing import Any, Final
 
+from handrail.agent.approvals import ApprovalRefused
 from handrail.agent.errors import BadInput, HandrailError, TryLater
+from handrail.agent.resolution import ResolutionRefused
 from handrail.broker.verify import UnsafeConfiguration
 from handrail.terminal import visible
 
@@ -39,6 +41,8 @@ def _lines(error: HandrailError) -> list[tuple[str, str]]:
 
 def _described(error: HandrailError) -> dict[str, Any]:
     found: dict[str, Any] = {"code": error.code, "message": str(error)}
+    if isinstance(error, ApprovalRefused | ResolutionRefused):
+        return {**found, "problem": error.problem}  # stable, as the code is
     if isinstance(error, UnsafeConfiguration):
         return {**found, "settings": [asdict(setting) for setting in error.settings]}
     return found

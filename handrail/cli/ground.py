@@ -9,28 +9,29 @@ from typing import ClassVar
 
 from handrail.agent.errors import BadInput
 from handrail.fleet import Fleet
+from handrail.ledger.database import ledger_file
 from handrail.shared_valkey import SharedValkey, ended_with, find, shared_valkey
 
 
 @dataclass(eq=False)
 class NoLedger(BadInput):
-    """The embedded ledger is meant, and there is none in this place. None was made."""
+    """A ledger in a file is meant, and there is none in this place. None was made."""
 
     code: ClassVar[str] = "no-ledger"
-    home: str
+    place: str
 
     def __str__(self) -> str:
         return (
-            f"there is no ledger in {self.home}: ask where your worker was started, or set"
-            " HANDRAIL_HOME or HANDRAIL_DATABASE_URL"
+            f"there is no ledger in {self.place}: ask where your worker was started, or set"
+            " HANDRAIL_HOME or HANDRAIL_DATABASE_URL; 'handrail db upgrade' makes a new one here"
         )
 
 
 def for_reading(fleet: Fleet) -> Fleet:
     """A fleet whose ledger can be read: no broker is needed, and nothing is made on the way."""
-    settings = fleet.settings
-    if not settings.database_url and not (settings.home / "ledger.db").exists():
-        raise NoLedger(str(settings.home.absolute()))
+    file = ledger_file(fleet.settings.database)
+    if file is not None and not file.exists():
+        raise NoLedger(str(file.parent.absolute()))
     return fleet
 
 

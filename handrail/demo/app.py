@@ -2,7 +2,8 @@
 
 A customer writes "you charged me twice". A model may look around, with tools that only read, and
 propose a plan. The program reads the facts by itself, judges the plan by them, has the exact refund
-confirmed, pays it out once, looks at the provider's own record, and writes to the customer.
+confirmed, pays it out once, looks at the provider's own record, and writes to the customer. Where
+the order changes between the plan and the payment, nothing is paid, and all of it is done again.
 
 The seven parts of the business process, and the stages that carry them:
 
@@ -175,9 +176,13 @@ def lookup_order(asked: c.OrderId, call: ToolCall) -> c.Order:
 
 @fleet.tool(side_effect="read", allow=own_order)
 def list_charges(asked: c.OrderId, call: ToolCall) -> c.Charges:
-    """The lines of one order in the payment log."""
+    """The lines of one order in the payment log, and the version that the order had."""
+    order = shop().order(asked.order_id)
+    if order is None:
+        raise ToolRefused("unknown-order")
     charges = shop().charges_of(asked.order_id)
-    return c.Charges.model_validate({"order_id": asked.order_id, "charges": charges})
+    found = {"order_id": asked.order_id, "version": order["version"], "charges": charges}
+    return c.Charges.model_validate(found)
 
 
 @fleet.tool(side_effect="read")
@@ -202,6 +207,8 @@ def find_refund(order: c.RefundOrder, call: ToolCall) -> c.Refund | None:
 @fleet.tool(
     side_effect="irreversible",
     approval="always",
+    amount="amount_cents",
+    requester_approves=True,  # the customer whose money it is
     permission=PERMISSION,
     intent=lambda order, run: rules.refund_key(order.order_id, order.charge_id),
     guarantee="idempotency-key",
@@ -216,11 +223,8 @@ def find_refund(order: c.RefundOrder, call: ToolCall) -> c.Refund | None:
 def refund(order: c.RefundOrder, call: ToolCall) -> c.Refund:
     """Return one charge to the customer. Three endings: a receipt, a refusal, or nobody knows."""
     assert call.key is not None
-    confirmed = rules.RefundAction(**call.facts["make_plan"])  # type: ignore[arg-type]
-    now = records_of(customer_id(call.facts)).model_dump(mode="json")
-    changed = rules.check_commit(confirmed, *evidence(call.facts, now))
-    if changed:
-        raise ToolRefused(f"changed-since-confirmation:{changed[0].field}")
+    if changed := changes_since_confirmation(call.facts):
+        raise ToolRefused(f"changed-since-confirmation:{changed[0].field}", changed=True)
     try:
         receipt = provider().refund(
             order.order_id,
@@ -234,6 +238,13 @@ def refund(order: c.RefundOrder, call: ToolCall) -> c.Refund:
     except ProviderUnclear as error:
         raise ToolUnclear(str(error)) from error
     return c.Refund(**receipt.as_json())
+
+
+def changes_since_confirmation(outputs: Outputs) -> list[rules.Violation]:
+    """Where the records, read anew, differ from the plan that was confirmed."""
+    confirmed = rules.RefundAction(**outputs["make_plan"])
+    now = records_of(customer_id(outputs)).model_dump(mode="json")
+    return rules.check_commit(confirmed, *evidence(outputs, now))
 
 
 def find_letter(letter: c.Letter, call: ToolCall) -> c.Sent | None:
@@ -336,6 +347,12 @@ def exact_refund(run: RunFacts) -> Action:
     return Action(refund, {field: planned[field] for field in c.RefundOrder.model_fields})
 
 
+def order_is_unchanged(claim: Any, call: ToolCall) -> Checked:
+    """Asked right before the payment: whether it is still what the records call for."""
+    changed = changes_since_confirmation(call.facts)
+    return Checked(not changed, {"violations": [asdict(violation) for violation in changed]})
+
+
 def refund_is_on_record(claim: Any, call: ToolCall) -> Checked:
     """Ask the provider for all refunds of the order: the one that was meant, once."""
     planned: Any = call.facts["make_plan"]
@@ -406,7 +423,13 @@ fleet.workflow(
             Read("determine_rule", read_records, the_user),
             Check("make_plan", make_plan),
             Confirm("confirm_refund", exact_refund),
-            Commit("pay_refund", exact_refund, refund),
+            Commit(
+                "pay_refund",
+                exact_refund,
+                refund,
+                precondition=order_is_unchanged,
+                replan="find_orders",
+            ),
             Verify("verify_refund", refund_is_on_record, retry=Retry()),
             Commit("notify_user", letter, notify),
         ],

@@ -91,6 +91,7 @@ class Charge(Contract):
 
 class Charges(Contract):
     order_id: str
+    version: int  # of the order, when its charges were read
     charges: tuple[Charge, ...]
 
 

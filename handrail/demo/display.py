@@ -56,7 +56,7 @@ class Display:
         """A refund was confirmed for its customer."""
         action = ", ".join(f"{name}={value}" for name, value in approval["arguments"].items())
         tool = approval["tool"]
-        self.note(f"{approval['run_id']}: confirmed on the customer's behalf: {tool}({action})")
+        self.note(f"{approval['run']}: confirmed on the customer's behalf: {tool}({action})")
 
 
 class Lines(Display):

@@ -2,7 +2,8 @@
 
 `messages.jsonl` holds one mail a line. `expect` is the end of its run: `status` and `reason` of the
 run, the amount that the customer has back, and the order it is about. `faults` are settings of the
-payment provider, posted before the mails are worked on. Two endings were a matter of choice: a
+payment provider, posted before the mails are worked on. `corrections` are prices that the shop
+corrects while the run waits for its first confirmation. Two endings were a matter of choice: a
 sender whom the shop does not know, and a customer who asks for somebody else's order, both end as
 `permission-denied`, with the same words whether or not such an order exists.
 """
@@ -33,6 +34,7 @@ Message = TypedDict(
         "expect": Expectation,
         "about": str,
         "faults": NotRequired[list[dict[str, Any]]],
+        "corrections": NotRequired[list[dict[str, Any]]],
     },
 )
 

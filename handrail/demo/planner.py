@@ -41,10 +41,11 @@ def propose(observation: Mapping[str, Any]) -> dict[str, Any]:
     `observation` holds `goal`, `input` (`text` and `from` of the mail), `facts` (`customer`,
     `orders`, `rules`, `request`), `observations` (one mapping for each result so far: `tool`, and
     the result as `value`, or as JSON in `text`; what a person answered has a `tool` that begins
-    with `answer:`), `allowed_tools`, `budget_left`. The planner knows these tools:
+    with `answer:`), `allowed_tools`, `budget_left`. What was told about an order that has another
+    version by now is looked up again. The planner knows these tools:
 
     - `lookup_order(order_id)`: the order
-    - `list_charges(order_id)`: `{"order_id": ..., "charges": [...]}`
+    - `list_charges(order_id)`: `{"order_id": ..., "version": ..., "charges": [...]}`
     - `read_channel_rules(channel)`: the rule
 
     The answer is a tool call, a completion with a plan (the fields of `rules.Plan`), or a question:
@@ -72,9 +73,9 @@ def _dictated(text: str) -> dict[str, Any] | None:
 
 def _investigate(text: str, observation: Mapping[str, Any]) -> dict[str, Any]:
     orders: list[Order] = list(observation["facts"]["orders"])
-    looked_up: dict[str, Order] = _results(observation, "lookup_order", "order_id")
+    looked_up: dict[str, Order] = _current(_results(observation, "lookup_order"), orders)
     known = {order["order_id"]: order for order in orders} | looked_up
-    listed = _results(observation, "list_charges", "order_id")
+    listed = _current(_results(observation, "list_charges"), orders)
 
     if redirected := ANOTHER_ORDER.search(text):
         named = [redirected[1].upper()]
@@ -118,7 +119,7 @@ def _conclude(
     if len(surplus) != 1:
         return _complete("handoff", order_id, "There is more than one surplus payment.", charges)
 
-    rules = _results(observation, "read_channel_rules", "channel")
+    rules = {rule["channel"]: rule for rule in _results(observation, "read_channel_rules")}
     if order["channel"] not in rules:
         return _tool("read_channel_rules", channel=order["channel"])
     rule = rules[order["channel"]]
@@ -187,14 +188,23 @@ def _captures(charges: Sequence[Charge]) -> list[Charge]:
     ]
 
 
-def _results(observation: Mapping[str, Any], tool: str, by: str) -> dict[str, Any]:
-    """What a tool has told so far, by the field that says what each result is about."""
-    results = (
+def _results(observation: Mapping[str, Any], tool: str) -> list[dict[str, Any]]:
+    """What a tool has told so far, in order."""
+    return [
         seen["value"] if "value" in seen else json.loads(seen["text"])
         for seen in observation["observations"]
         if seen["tool"] == tool
-    )
-    return {result[by]: result for result in results}
+    ]
+
+
+def _current(results: Sequence[Mapping[str, Any]], orders: Sequence[Order]) -> dict[str, Any]:
+    """Results about orders, by order, without those of a version that is no longer the order's."""
+    versions = {order["order_id"]: order["version"] for order in orders}
+    return {
+        result["order_id"]: result
+        for result in results
+        if result["version"] == versions.get(result["order_id"], result["version"])
+    }
 
 
 def _answers(observation: Mapping[str, Any]) -> list[str]:

@@ -19,10 +19,17 @@ from typing import Any, ClassVar, Final, Literal, TypedDict, cast
 from handrail.demo.messages import load_messages
 
 TODAY: Final = "2026-08-06"  # when the mails of the demo arrive, whatever the real date is
+NOON: Final = f"{TODAY}T12:00:00Z"
 BUSY_TIMEOUT_SECONDS: Final = 10  # a writer holds the file for milliseconds
 
 FILE_REQUEST: Final = (
     "INSERT INTO support_requests (request_id, email, text, received_on) VALUES (?, ?, ?, ?)"
+)
+
+INSERT_CHARGE: Final = (
+    "INSERT INTO charges (charge_id, order_id, kind, amount_cents, charged_time, reference,"
+    " reverses) VALUES (:charge_id, :order_id, :kind, :amount_cents, :charged_time, :reference,"
+    " :reverses)"
 )
 
 ChargeKind = Literal["authorization", "capture", "void", "refund"]
@@ -200,12 +207,22 @@ class Shop:
     def record_charge(self, charge: Charge) -> None:
         """Add a line to the payment log; the order's version moves with it."""
         with self._transaction() as connection:
+            connection.execute(INSERT_CHARGE, charge)
+
+    def correct_price(self, order_id: str, amount_cents: int) -> None:
+        """Correct what an order costs: each of its payments is cancelled, and taken again."""
+        captures = [line for line in self.charges_of(order_id) if line["kind"] == "capture"]
+        with self._transaction() as connection:
             connection.execute(
-                "INSERT INTO charges (charge_id, order_id, kind, amount_cents, charged_time,"
-                " reference, reverses) VALUES (:charge_id, :order_id, :kind, :amount_cents,"
-                " :charged_time, :reference, :reverses)",
-                charge,
+                "UPDATE orders SET amount_cents = ?, version = version + 1 WHERE order_id = ?",
+                (amount_cents, order_id),
             )
+            for capture in captures:
+                again = capture | {"amount_cents": amount_cents}
+                void = capture | {"kind": "void", "reverses": capture["charge_id"]}
+                for line, suffix in ((void, "void"), (again, "again")):
+                    new = {name: f"{line[name]}-{suffix}" for name in ("charge_id", "reference")}
+                    connection.execute(INSERT_CHARGE, {**line, **new, "charged_time": NOON})
 
     # The file
 

@@ -109,7 +109,8 @@ INSERT INTO customers (customer_id, name, email, payment_token) VALUES
     ('c-29', 'Hugo Lambert',    'hugo.lambert@example.com',    'vault-7d29'),
     ('c-30', 'Aiko Mori',       'aiko.mori@example.net',       'vault-7d30'),
     ('c-31', 'Pat Doyle',       'pat.doyle@example.org',       'vault-7d31'),
-    ('c-32', 'Sofia Greco',     'sofia.greco@example.com',     'vault-7d32');
+    ('c-32', 'Sofia Greco',     'sofia.greco@example.com',     'vault-7d32'),
+    ('c-33', 'Emil Sand',       'emil.sand@example.net',       'vault-7d33');
 
 INSERT INTO orders
     (order_id, customer_id, item, amount_cents, currency, channel, status, placed_on) VALUES
@@ -168,7 +169,9 @@ INSERT INTO orders
     ('HR-1037', 'c-30', 'thermos flask',     4120, 'EUR', 'wallet',   'paid',      '2026-08-05'),
     ('HR-1038', 'c-31', 'door mat',          2600, 'GBP', 'card',     'shipped',   '2026-08-01'),
     -- Charged three times.
-    ('HR-1039', 'c-32', 'wall clock',        5450, 'EUR', 'card',     'paid',      '2026-08-04');
+    ('HR-1039', 'c-32', 'wall clock',        5450, 'EUR', 'card',     'paid',      '2026-08-04'),
+    -- c-33: its price is about to be corrected
+    ('HR-1040', 'c-33', 'headphones',        6400, 'EUR', 'card',     'paid',      '2026-08-05');
 
 INSERT INTO charges
     (charge_id, order_id, kind, amount_cents, charged_time, reference, reverses) VALUES
@@ -244,7 +247,9 @@ INSERT INTO charges
     ('ch-1038-1', 'HR-1038', 'capture',         2600, '2026-08-01T09:00:00Z', 'pay-50471', NULL),
     ('ch-1039-1', 'HR-1039', 'capture',         5450, '2026-08-04T11:00:00Z', 'pay-50481', NULL),
     ('ch-1039-2', 'HR-1039', 'capture',         5450, '2026-08-04T11:00:20Z', 'pay-50482', NULL),
-    ('ch-1039-3', 'HR-1039', 'capture',         5450, '2026-08-04T11:00:40Z', 'pay-50483', NULL);
+    ('ch-1039-3', 'HR-1039', 'capture',         5450, '2026-08-04T11:00:40Z', 'pay-50483', NULL),
+    ('ch-1040-1', 'HR-1040', 'capture',         6400, '2026-08-05T12:00:00Z', 'pay-50491', NULL),
+    ('ch-1040-2', 'HR-1040', 'capture',         6400, '2026-08-05T12:00:30Z', 'pay-50492', NULL);
 
 -- Last, so that what is seeded has version 1.
 CREATE TRIGGER a_charge_moves_its_order AFTER INSERT ON charges BEGIN

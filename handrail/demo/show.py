@@ -15,11 +15,12 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from handrail import Principal
 from handrail.agent import trace
+from handrail.agent.people import Role
 from handrail.agent.status import TERMINAL, RunStatus
 from handrail.demo.app import PERMISSION, fleet
 from handrail.demo.display import Display
@@ -172,6 +173,7 @@ class Demo:
     kill: bool = False
     confirmed: int = 0
     killed: int = 0
+    corrected: set[str] = field(default_factory=set)  # whose orders are as they will stay
 
     def run(self) -> Outcome:
         """Start everything, let it run to its end, stop everything, and say what came of it."""
@@ -196,7 +198,7 @@ class Demo:
         problems: list[str] = []
         with self.display.live():
             while not self._is_over(started, world, problems):
-                self._confirm()
+                self._confirm(world)
                 if self.kill and not self.killed:
                     self._kill_in_the_middle(world)
                 time.sleep(LOOK_EVERY_S)
@@ -213,12 +215,25 @@ class Demo:
         problems += world.lost_processes()
         return bool(problems)
 
-    def _confirm(self) -> None:
+    def _confirm(self, world: World) -> None:
         """Agree to exactly what each parked run shows, as its customer would."""
-        for waiting in fleet.ledger.approvals():
-            fleet.approve(waiting["run_id"], approver=waiting["subject"])
+        for waiting in fleet.ledger.people.approvals():
+            self._correct_prices(waiting.run_id, world)
+            customer = Principal(waiting.subject, roles=frozenset({Role.APPROVER}))
+            token = fleet.desk.issue_token(waiting.id, by=customer, to=customer.subject)
+            fleet.approve(token, by=customer)
             self.confirmed += 1
-            self.display.confirmed(waiting)
+            self.display.confirmed(waiting.shown)
+
+    def _correct_prices(self, run_id: str, world: World) -> None:
+        """Let the shop change an order that its customer is about to confirm a refund for."""
+        message = next(message for message in self.messages if message["id"] == run_id)
+        if message["id"] in self.corrected:
+            return
+        self.corrected.add(message["id"])
+        for correction in message.get("corrections", ()):
+            world.shop.correct_price(**correction)
+            self.display.note(f"the shop has corrected the price of {correction['order_id']}")
 
     def _kill_in_the_middle(self, world: World) -> None:
         """Kill the worker that waits for a slow answer to a refund, with all else that it does."""

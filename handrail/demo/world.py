@@ -17,7 +17,7 @@ from typing import Any, Final
 from handrail.demo.app import fleet
 from handrail.demo.provider import start_provider
 from handrail.demo.provider_client import ProviderClient
-from handrail.demo.shop import seed
+from handrail.demo.shop import Shop, seed
 from handrail.embedded import EmbeddedValkey, log_tail
 from handrail.keeper import KeptProcess
 from handrail.settings import Settings
@@ -34,9 +34,12 @@ SHORT_TIMES: Final[Mapping[str, Any]] = {
 
 
 class World:
-    """A provider, workers and a beat, at work."""
+    """A shop, a provider, workers and a beat, at work."""
 
-    def __init__(self, directory: Path, provider_url: str, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, directory: Path, shop: Shop, provider_url: str, environment: Mapping[str, str]
+    ) -> None:
+        self.shop = shop
         self.provider = ProviderClient(provider_url)
         self._directory = directory
         self._environment = environment
@@ -105,7 +108,7 @@ def world(workers: int) -> Iterator[World]:
             "HANDRAIL_DEMO_SHOP": str(shop.path),
             "HANDRAIL_DEMO_PROVIDER": provider.url,
         }
-        made = World(directory, provider.url, environment)
+        made = World(directory, shop, provider.url, environment)
         stack.callback(made.close)
         made.start_beat()
         for _ in range(workers):

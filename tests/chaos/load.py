@@ -16,9 +16,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from handrail.agent.approvals import ApprovalRefused
 from handrail.agent.errors import TryLater
 from handrail.ledger.database import ConnectionLost, Database
-from handrail.ledger.errors import DatabaseUnavailable, NothingToApprove
+from handrail.ledger.errors import DatabaseUnavailable
+from handrail.testing.people import APPROVER
 from tests.chaos.app import DEADLINE_MS
 from tests.chaos.kinds import KINDS, READ
 from tests.chaos.stack import Stack
@@ -168,22 +170,33 @@ class Load:
         draw = random.Random(f"{self.seed}/approver")
         while not self._over.wait(LOOK_EVERY_S):
             try:
-                waiting = self.stack.fleet.ledger.approvals()
+                waiting = self.stack.fleet.ledger.people.approvals()
             except AWAY:
                 continue
             for approval in waiting:
-                say = self.stack.fleet.reject if draw.random() < 0.1 else self.stack.fleet.approve
-                for _ in range(draw.choice((1, 1, 2))):
-                    self._decide(say, approval["run_id"])
+                self._decide(approval.id, draw.random() >= 0.1, times=draw.choice((1, 1, 2)))
 
-    def _decide(self, say: Callable[[str], object], run_id: str) -> None:
+    def _decide(self, approval_id: str, agrees: bool, *, times: int) -> None:
+        fleet = self.stack.fleet
         try:
-            say(run_id)
-            self.counts["decided"] += 1
-        except NothingToApprove:
-            self.counts["decided too late"] += 1
+            token = fleet.desk.issue_token(approval_id, by=APPROVER) if agrees else ""
         except AWAY:
             self.counts["tried again"] += 1  # it is still in the list
+            return
+        except ApprovalRefused:
+            self.counts["decided too late"] += 1
+            return
+        for _ in range(times):
+            try:
+                if agrees:
+                    fleet.approve(token, by=APPROVER)
+                else:
+                    fleet.reject(approval_id, by=APPROVER, reason="not this one")
+                self.counts["decided"] += 1
+            except ApprovalRefused:
+                self.counts["decided too late"] += 1
+            except AWAY:
+                self.counts["tried again"] += 1  # it is still in the list
 
     # ---- who watches -----------------------------------------------------------------------------
 

@@ -194,7 +194,12 @@ class Stack:
         broker = make_url(self.broker.url)
         assert broker.port is not None
         way = self.proxies.open(f"{name} to the broker", ("127.0.0.1", broker.port))
-        settings = {"broker_url": f"redis://127.0.0.1:{way.port}/0", "tenant": "chaos"}
+        settings = {
+            "broker_url": f"redis://127.0.0.1:{way.port}/0",
+            "tenant": "chaos",
+            "approval_secret": "of the chaos test/" * 3,
+            "decisions_per_minute": "0",
+        }
         url = make_url(self._direct_url)
         if self.database == "postgresql":
             server = Path(str(url.query["host"])) / ".s.PGSQL.5432"

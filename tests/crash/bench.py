@@ -32,6 +32,7 @@ from handrail.settings import Settings
 from handrail.tasks.calls import ToolCall
 from handrail.tasks.runtime import Runtime
 from handrail.tasks.step import run_step
+from handrail.testing.people import OPERATOR, agree, disagree
 from handrail.testing.virtual_time import VirtualLoop, close
 from tests.crash.fuse import Fuse, LedgerPort, WatchedDatabase
 from tests.crash.outside import CALL_MS, START_MS, Lock, Queue, Records, Service, Shared
@@ -82,7 +83,13 @@ class Bench:
         self.fuse = Fuse(self.shared)
         self.database = WatchedDatabase(url, self.shared, lambda: self.fuse)
         self.setting = Setting.parse("run/key+query/ok")
-        settings = Settings(database_url=url, broker_url="memory://", max_stall_ms=STALL_MS)
+        settings = Settings(
+            database_url=url,
+            broker_url="memory://",
+            max_stall_ms=STALL_MS,
+            approval_secret="of the crash bench/" * 3,
+            decisions_per_minute=0,
+        )
         self.fleet = Fleet(settings=settings)
         self.fleet.__dict__["_publisher"] = self
         self.tables = [table.name for table in reversed(METADATA.sorted_tables)]
@@ -217,11 +224,11 @@ class Bench:
             self.pass_time(PERSON_MS)
             self.people_ms += PERSON_MS
             if row["status"] == "awaiting_input":
-                self.fleet.answer(row["id"], "yes, it is")
+                self.fleet.answer(row["id"], "yes, it is", by=OPERATOR)
             elif self.setting.scenario.approves:
-                self.fleet.approve(row["id"], approver="ann")
+                agree(self.fleet, row["id"])
             else:
-                self.fleet.reject(row["id"], approver="ann")
+                disagree(self.fleet, row["id"])
         paused = self.fleet.pauses() if self.setting.scenario.pauses else []
         for pause in paused:
             self.fleet.resume(pause.scope, pause.name)

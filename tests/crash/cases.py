@@ -34,7 +34,7 @@ _DRAWN: Final = re.compile(r"receipt:[0-9a-f]+")
 #: others what their scenario is about, for these kinds and ways.
 WHOLE: Final = tuple(f"run/key+query/{way}" for way in WAYS)
 _BRIEF_KINDS: Final = ("key+query", "nothing")
-_BRIEF_WAYS: Final = ("ok", "lost", "late")
+_BRIEF_WAYS: Final = ("ok", "lost")
 _SWEEPS: Final = 3
 #: What can be made of the places of a setting.
 PLANS: Final = ("brief", "singles", "lines", "cuts", "pairs")
@@ -46,8 +46,11 @@ def _in_brief(setting: Setting, place: Place) -> bool:
         return str(setting) in WHOLE and place.number <= _SWEEPS
     if str(setting) in WHOLE:
         return True
-    typical = setting.kind in _BRIEF_KINDS or scenario.name == "run"
-    return place.what in scenario.about and typical and setting.way in _BRIEF_WAYS
+    if scenario.name == "run":
+        typical = setting.way in (*_BRIEF_WAYS, "late")
+    else:
+        typical = setting.way in _BRIEF_WAYS and setting.kind in _BRIEF_KINDS
+    return typical and place.what in scenario.about
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ def explained(bench: Bench, row: dict[str, Any]) -> None:
     assert stops, f"I5: {row['id']} is {row['status']} and no stop is recorded"
     assert Reason(stops[-1]["reason"]) and stops[-1]["reason"] == row["reason"], stops[-1]
     if row["status"] == "handed_off":
-        open_ = bench.ledger.handoffs(run_id=row["id"])
+        open_ = bench.ledger.people.handoffs(run_id=row["id"])
         assert len(open_) == 1, f"I2: handed off, and {len(open_)} handoffs are open"
 
 

@@ -21,20 +21,21 @@ from handrail import reconciler
 from handrail.agent import protocol
 from handrail.ledger import ledger
 from handrail.ledger.database import Database
-from handrail.ledger.ledger import Ruled
-from handrail.tasks import step
+from handrail.ledger.ledger import DueStep, Ruled
+from handrail.tasks import sender, step
 from tests.crash.outside import START_MS, Shared
 from tests.crash.points import Place, Side, Story, decision
 
 #: The code whose every line is a place to die at.
 WATCHED: Final = frozenset(
-    [step.__file__, ledger.__file__, protocol.__file__]
+    [step.__file__, sender.__file__, ledger.__file__, protocol.__file__]
     + [str(path) for place in reconciler.__path__ for path in Path(place).glob("*.py")]
 )
 #: What asks the ledger and writes nothing.
 _READS: Final = (
     *("now", "read", "trace", "observed", "observations", "list_runs", "effects", "evidence"),
-    *("handoffs", "approvals", "figures", "pauses", "since_beat", "close"),
+    *("figures", "pauses", "since_beat", "close"),
+    *("approvals", "approval", "handoffs", "handoff", "principal", "acts_since"),
 )
 
 
@@ -130,13 +131,17 @@ class Fuse:
 
 
 class LedgerPort:
-    """A ledger whose every write is an act with sides."""
+    """A ledger, and the part of it that people work with, whose every write is an act with
+    sides.
+    """
 
     def __init__(self, whole: Any, fuse: Callable[[], Fuse]) -> None:
         self._ledger, self._fuse = whole, fuse
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._ledger, name)
+        if name == "people":
+            return LedgerPort(found, self._fuse)
         if not callable(found) or name in _READS:
             return found
 
@@ -173,12 +178,10 @@ def _facts(
                 yield "intent"
             if answer.due is not None:
                 yield "due"
-        case "commit":
-            rulings = [args[1]]
-            if not isinstance(answer, bool):
-                yield "due"
         case "commit_each":
             rulings = [end.ruling for end in args[0]]
+            if any(isinstance(done, DueStep) for done in answer):
+                yield "due"
         case "insert_run":
             yield "traces"
             yield "due"

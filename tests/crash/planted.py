@@ -17,7 +17,7 @@ from handrail.agent.status import Reason, RunStatus
 from handrail.ledger.database import ConnectionLost
 from handrail.ledger.ledger import Ledger
 from handrail.reconciler import sweep
-from handrail.tasks import step
+from handrail.tasks import sender, step
 from handrail.tasks.calls import ToolCall
 
 _Step: Any = step._Step
@@ -79,7 +79,7 @@ def _another_key() -> None:
             facts["key"] += f":{facts['attempt']}"
         return ToolCall(**facts)
 
-    setattr(step, "ToolCall", renamed)  # noqa: B010
+    setattr(sender, "ToolCall", renamed)  # noqa: B010
 
 
 def _no_outbox() -> None:
@@ -109,11 +109,11 @@ def _commit_error_is_failure() -> None:
 
     setattr(Ledger, "_again", not_a_ruling)  # noqa: B010
 
-    async def once(self: Any, go: Any, tool: Any, end: End, reply: Any, *, bound: bool) -> None:
+    async def once(self: Any, sending: Any, end: End, reply: Any, **known: bool) -> None:
         try:
-            self._outcome(go, tool, end, reply, bound=bound)
+            self._outcome(sending, end, reply, **known)
         except ConnectionLost:
-            self._outcome(go, tool, End.RETURNED, None, sent=False)
+            self._outcome(sending, End.RETURNED, None, sent=False)
 
     _Step._outcome_kept = once
 

@@ -117,13 +117,13 @@ SCENARIOS: Final = {
         Scenario(
             name="approval",
             says="the write is parked, approved and resumed",
-            about=("approve", "commit", "dispatch"),
+            about=("issue_token", "approve", "commit_each", "dispatch"),
             flavour="agreed",
         ),
         Scenario(
             name="fixed",
             says="the stages are fixed: read, confirm, commit, verify",
-            about=("approve", "commit", "dispatch", "outcome"),
+            about=("approve", "commit_each", "dispatch", "outcome"),
             flavour="fixed",
         ),
         Scenario(

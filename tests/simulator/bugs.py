@@ -1,8 +1,9 @@
 """The planted bugs: each breaks the product in one place while a schedule is played, and must be
 found. A search that misses one of them would miss it in the product as well.
 
-M1 to M20 are those of the fault plan (M10 comes with signed approvals), B10 and B14 those of the
-protocol's model that are not among them, D5 and D8 two readings of the protocol that were wrong.
+M1 to M20 are those of the fault plan (M9p, M10b and M15p are further forms of theirs, with people);
+B10, B13 and B14 are those of the protocol's model that are not among them; D5 and D8 are two
+readings of the protocol that were wrong; P1 to P4 are of consents, resolutions and the audit.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 from unittest import mock
 
-from handrail.agent import effects, machine, protocol
+from handrail.agent import effects, machine, protocol, resolution
 from handrail.agent.budget import Phase
 from handrail.agent.canonical import digest
 from handrail.agent.effects import (
@@ -29,6 +31,7 @@ from handrail.agent.effects import (
 from handrail.agent.machine import RunState
 from handrail.agent.protocol import Locked, Ruling
 from handrail.agent.stage import End, Refused, Reply, Succeeded, Verdict
+from handrail.agent.status import RunStatus
 from handrail.agent.tools import FOREVER
 from handrail.agent.trace import RUN_STOPPED
 from handrail.gateway.model import ModelEvent, ModelRequest
@@ -37,13 +40,15 @@ from handrail.ledger import statements
 from handrail.ledger.database import ConnectionLost
 from handrail.ledger.errors import DatabaseUnavailable
 from handrail.ledger.ledger import Claim, Ledger
-from handrail.ledger.rows import Row
+from handrail.ledger.people import append_audit
+from handrail.ledger.rows import Row, handoff_row
 from handrail.reconciler import sweep as sweep_module
 from handrail.reconciler.sweep import Reconciler
 from handrail.tasks import calls as calls_module
+from handrail.tasks import sender as sender_module
 from handrail.tasks import step as step_module
 from handrail.tasks.calls import ToolCall
-from tests.simulator import ports
+from tests.simulator import points, ports
 from tests.simulator.ground import Ground
 
 Planted = Iterator[None]
@@ -131,7 +136,7 @@ def _new_key(ground: Ground) -> Planted:
             fields["key"] = digest(fields["key"], str(fields["attempt"]))
         return ToolCall(**fields)
 
-    with _replaced((step_module, "ToolCall", fresh)):
+    with _replaced((sender_module, "ToolCall", fresh)):
         yield
 
 
@@ -216,14 +221,14 @@ def _cancel_read_outside(ground: Ground) -> Planted:
 
 @_bug("B14", "no last look before the call, at the effect or at the clock")
 def _no_last_look(ground: Ground) -> Planted:
-    whole_ms, make = step_module._whole_ms, calls_module.call
+    whole_ms, make = sender_module.whole_ms, calls_module.call
 
     async def calls(*args: Any, in_time: Any = None, **options: Any) -> Any:
         return await make(*args, **options)
 
     with _replaced(
-        (step_module._Step, "_last_look", lambda self, go: True),
-        (step_module, "_whole_ms", lambda seconds: max(1, whole_ms(seconds))),
+        (step_module._Step, "_last_look", lambda self, sending: True),
+        (sender_module, "whole_ms", lambda seconds: max(1, whole_ms(seconds))),
         (step_module, "call", calls),
     ):
         yield
@@ -314,6 +319,32 @@ def _first_absent(ground: Ground) -> Planted:
         yield
 
 
+@_bug("B13", "a verdict is committed whatever the effect's token is by now")
+def _verdict_without_token(ground: Ground) -> Planted:
+    def blind(self: Reconciler, run_id: str, effect: Any, answer: Any, sent_at: int) -> None:
+        def decide(locked: Locked) -> Ruling | None:
+            current, status = locked.effect, locked.state.status
+            doubtful = current is not None and current.status is EffectStatus.UNKNOWN
+            if not doubtful or status is not RunStatus.RECONCILING:
+                return None
+            conclusion = resolve(  # as it was when it was asked
+                effect,
+                answer,
+                sent_at=sent_at,
+                now=locked.now,
+                max_stall_ms=self.max_stall_ms,
+                jitter=self.jitter(),
+            )
+            ruling = protocol.concluded(locked, conclusion, max_stall_ms=self.max_stall_ms)
+            return protocol.with_evidence(ruling, answer, sent_at)
+
+        decide.__qualname__ = "Reconciler._conclude.<locals>.decide"
+        self._done(self.ledger.rule(run_id, decide))
+
+    with _replaced((Reconciler, "_conclude", blind)):
+        yield
+
+
 @_bug("D5", "absence is judged by when the answer is read, not by when it was asked")
 def _judged_when_read(ground: Ground) -> Planted:
     def late(effect: Any, answer: Any, *, sent_at: int, now: int, **options: Any) -> Any:
@@ -354,15 +385,12 @@ def _short_deadline(ground: Ground) -> Planted:
 def _commit_error_is_failure(ground: Ground) -> Planted:
     outcome = step_module._Step._outcome
 
-    def hasty(self: Any, go: Any, tool: Any, end: End, reply: Reply | None, **how: Any) -> None:
-        rule, self.ledger = self.ledger, _Once(self.ledger)
+    def hasty(self: Any, sending: Any, end: End, reply: Reply | None, **how: Any) -> None:
+        once = replace(sending, ledger=_Once(sending.ledger))
         try:
-            outcome(self, go, tool, end, reply, **how)
+            outcome(self, once, end, reply, **how)
         except (ConnectionLost, DatabaseUnavailable):
-            self.ledger = rule
-            outcome(self, go, tool, End.RETURNED, Refused("not stored"), **how)
-        finally:
-            self.ledger = rule
+            outcome(self, sending, End.RETURNED, Refused("not stored"), **how)
 
     with _replaced((step_module._Step, "_outcome", hasty)):
         yield
@@ -419,12 +447,177 @@ def _no_sweep(ground: Ground) -> Planted:
 def _inexact_approval(ground: Ground) -> Planted:
     lacking = protocol.approval_problem
 
-    def inexact(locked: Locked, command: Any) -> str | None:
+    def inexact(locked: Locked, command: Any, contract_hash: str | None = None) -> str | None:
         if locked.approval is not None:
             command = replace(command, arguments_hash=locked.approval.arguments_hash)
-        return lacking(locked, command)
+        return lacking(locked, command, contract_hash)
 
     with _replaced((protocol, "approval_problem", inexact)):
+        yield
+
+
+@_bug("M9p", "a consent rests on what was read before the lock")
+def _consents_to_a_reading(ground: Ground) -> Planted:
+    rule = Ledger.rule
+
+    def reads_first(self: Ledger, run_id: str, decide: Any, **options: Any) -> Any:
+        if ground.schedule.current.point is not points.DECIDE:
+            return rule(self, run_id, decide, **options)
+        read = rule(self, run_id, lambda _: None, **options).locked
+        return rule(self, run_id, lambda _: decide(read), **options)
+
+    with _replaced((Ledger, "rule", reads_first)):
+        yield
+
+
+@_bug("M10", "an approval is used up before the dispatch, in a transaction of its own")
+def _used_up_before(ground: Ground) -> Planted:
+    rule = Ledger.rule
+
+    def uses_first(self: Ledger, run_id: str, decide: Any, **options: Any) -> Any:
+        if ground.schedule.current.point is not points.DISPATCH:
+            return rule(self, run_id, decide, **options)
+        read = rule(self, run_id, lambda _: None, **options).locked
+        approval, effect = read.approval, read.effect
+        if approval is not None and effect is not None and effect.approval_id is None:
+            _use_up(ground, approval.id, effect.id)
+
+        def decided(locked: Locked) -> Any:
+            ruling = decide(replace(locked, approval=approval))
+            return ruling and replace(ruling, consumes_approval=False)
+
+        return rule(self, run_id, decided, **options)
+
+    with _replaced((Ledger, "rule", uses_first)):
+        yield
+
+
+@_bug("M10b", "an approval is used up after the dispatch, in a transaction of its own")
+def _used_up_after(ground: Ground) -> Planted:
+    rule = Ledger.rule
+
+    def uses_later(self: Ledger, run_id: str, decide: Any, **options: Any) -> Any:
+        used: list[tuple[str, str]] = []
+
+        def decided(locked: Locked) -> Any:
+            ruling = decide(locked)
+            if ruling is None or not ruling.consumes_approval:
+                return ruling
+            assert locked.approval is not None and locked.effect is not None
+            used[:] = [(locked.approval.id, locked.effect.id)]
+            return replace(ruling, consumes_approval=False)
+
+        done = rule(self, run_id, decided, **options)
+        for approval_id, effect_id in used:
+            _use_up(ground, approval_id, effect_id)
+        return done
+
+    with _replaced((Ledger, "rule", uses_later)):
+        yield
+
+
+def _use_up(ground: Ground, approval_id: str, effect_id: str) -> None:
+    ground.connection.execute(
+        "UPDATE handrail_approval SET status = 'consumed', effect_id = ?"
+        " WHERE id = ? AND status = 'approved'",
+        (effect_id, approval_id),
+    )
+
+
+@_bug("M15p", "a person is believed, and the service's answer is not")
+def _believes_people(ground: Ground) -> Planted:
+    lacking = resolution._unproved
+
+    def trusting(locked: Locked, choice: Any, decision: Any, max_stall_ms: Any) -> Any:
+        return lacking(locked, replace(choice, asks_tool=False), decision, max_stall_ms)
+
+    with _replaced((resolution, "_unproved", trusting)):
+        yield
+
+
+@_bug("P1", "a token is not marked as used")
+def _token_for_ever(ground: Ground) -> Planted:
+    def unspent(self: Ledger, tx: Any, consent: Any, now: int) -> None:
+        tx.run(
+            "INSERT INTO handrail_consent (approval_id, who, at, token_hash)"
+            " VALUES (:approval_id, :who, :now, :hash)",
+            {
+                "approval_id": consent.approval_id,
+                "who": consent.who,
+                "hash": consent.token_hash,
+                "now": now,
+            },
+        )
+
+    with _replaced((Ledger, "_write_consent", unspent)):
+        yield
+
+
+@_bug("P2", "a matter is resolved whatever has become of it since")
+def _resolves_anything(ground: Ground) -> Planted:
+    resolve_, close = resolution.resolve, Ledger._close_handoffs
+
+    def blind(locked: Locked, decision: Any, **options: Any) -> Any:
+        return resolve_(locked, replace(decision, seen=None), **options)
+
+    def any_matter(self: Ledger, tx: Any, row: Row, handoff_id: str | None) -> Any:
+        if handoff_id is None:
+            return matter(self, tx, row, handoff_id)
+        found = tx.run("SELECT * FROM handrail_handoff WHERE id = :id", {"id": handoff_id})
+        return handoff_row(found[0]), None
+
+    def closes_again(self: Ledger, tx: Any, row: Row, ruling: Ruling, now: int) -> None:
+        if ruling.closing is not None:
+            tx.run(
+                "UPDATE handrail_handoff SET status = 'open', resolution = NULL,"
+                " resolved_at = NULL WHERE id = :id",
+                {"id": ruling.closing.handoff.id},
+            )
+        close(self, tx, row, ruling, now)
+
+    matter = Ledger._lock_matter
+    with _replaced(
+        (resolution, "resolve", blind),
+        (Ledger, "_lock_matter", any_matter),
+        (Ledger, "_close_handoffs", closes_again),
+    ):
+        yield
+
+
+@_bug("P3", "whether a consent or an answer is in time is judged by a clock that is late")
+def _late_clock(ground: Ground) -> Planted:
+    approve, answer = protocol.approve, protocol.answer
+
+    def approves(locked: Locked, **options: Any) -> Any:
+        return approve(replace(locked, now=locked.now - 60_000), **options)
+
+    def answers(locked: Locked, **options: Any) -> Any:
+        return answer(replace(locked, now=locked.now - 60_000), **options)
+
+    with _replaced((protocol, "approve", approves), (protocol, "answer", answers)):
+        yield
+
+
+def _record(entry: Any, tx: Any, now: int) -> None:
+    append_audit(tx, entry, now, postgres=False)
+
+
+@_bug("P4", "what a person did is recorded in a transaction of its own")
+def _recorded_apart(ground: Ground) -> Planted:
+    rule = Ledger.rule
+    kept: list[Any] = []
+
+    def later(tx: Any, entry: Any, now: int, **options: Any) -> None:
+        kept.append(entry)
+
+    def records_later(self: Ledger, run_id: str, decide: Any, **options: Any) -> Any:
+        kept.clear()
+        done = rule(self, run_id, decide, **options)
+        for entry in kept:
+            self.people.transact(partial(_record, entry))
+        return done
+
+    with _replaced((Ledger, "rule", records_later), (ledger_module, "append_audit", later)):
         yield
 
 

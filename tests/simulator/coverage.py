@@ -25,6 +25,8 @@ class Tally:
     handed_off: Counter[tuple[str, str]] = field(default_factory=Counter)  # (kind, why)
     runs: Counter[str] = field(default_factory=Counter)  # by kind, those that count for hand-offs
     stale: Counter[str] = field(default_factory=Counter)  # stale writers that lost
+    resolved: Counter[str] = field(default_factory=Counter)  # by a person, as what
+    wrong: int = 0  # schedules in which a person was wrong about what nobody can check
 
     def struck(self, what: str, point: Point, side: int) -> None:
         """Something struck at a point."""
@@ -36,7 +38,8 @@ class Tally:
         self.passed = [
             mine + theirs for mine, theirs in zip(self.passed, other.passed, strict=True)
         ]
-        for name in ("strikes", "acts", "ends", "handed_off", "runs", "stale"):
+        self.wrong += other.wrong
+        for name in ("strikes", "acts", "ends", "handed_off", "runs", "stale", "resolved"):
             getattr(self, name).update(getattr(other, name))
 
     def missing(self) -> list[str]:

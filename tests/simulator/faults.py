@@ -132,7 +132,8 @@ MEANWHILE: Final[dict[tuple[str, ...], int]] = {
 class Theme:
     """What a schedule is about: drawn from one theme, rare things meet more often.
 
-    `opening` are cells, at one of which somebody stands still first, while `opens_with` happens.
+    `opening` are cells, at one of which somebody stands still first, while `opens_with` happens; at
+    one of `then` somebody does so later.
     """
 
     weight: int
@@ -148,8 +149,14 @@ class Theme:
     opening: Sequence[tuple[Point, int]] = ()
     opens_with: Sequence[tuple[str, ...]] = ()
     opens_at: Sequence[int] = (1,)  # the how manieth time
+    then: Sequence[tuple[Point, int]] = ()
+    then_with: Sequence[tuple[str, ...]] = ()
     sweepers: Sequence[int] = (0, 1, 1, 1, 1, 2, 2, 2, 2, 2)
     lacks: float = 0.03  # how often a process lacks the workflows
+    people: bool = False  # people are at the desk while the runs go on, and in peace
+    dead: float = 0.04  # how often no query is ever answered
+    unbounded: float = 0.1  # how often nobody vouches for how long a sender stands still
+    models: Sequence[str] = MODELS  # those that are out of the ordinary
 
 
 _DOUBTFUL: Final = (
@@ -164,12 +171,56 @@ _DOUBTFUL: Final = (
     Way("deaf"),
     Way("busy"),
 )
+_LEFT_OPEN: Final = (
+    (Way("lost"),),
+    (Way("dropped"),),
+    (Way("deaf"),),
+    (Way("late", 60_000),),
+    (Way("dropped"), Way("lost")),
+    (Way("unclear"), Way("dropped")),
+    (Way("unclear and done"),),
+)
 _LONG: Final[Mapping[tuple[str, ...], int]] = {
     ("world goes on",): 6,
     ("the lease", "world goes on"): 3,
     ("the lease",): 2,
     ("freeze", "world goes on"): 1,
     ("cancel",): 2,
+}
+_AMONG_APPROVERS: Final[Mapping[tuple[str, ...], int]] = {
+    ("two consents",): 3,
+    ("cancel",): 4,
+    ("rejection",): 2,
+    ("consent",): 3,
+    ("cancel", "world goes on"): 2,
+    ("world goes on",): 3,
+    ("pause", "deliver"): 1,
+}
+_AMONG_OPERATORS: Final[Mapping[tuple[str, ...], int]] = {
+    ("two resolutions",): 4,
+    ("report",): 3,
+    ("operator's cancel",): 2,
+    ("resolution",): 3,
+    ("world goes on",): 3,
+    ("handling",): 1,
+    ("query",): 1,
+}
+_AT_A_MATTER: Final[Mapping[tuple[str, ...], int]] = {
+    ("report",): 2,
+    ("resolution",): 2,
+    ("world goes on",): 2,
+}
+_OVER_A_SECOND_SENDING: Final[Mapping[tuple[str, ...], int]] = {
+    ("operator's cancel",): 3,
+    ("consent",): 3,
+    ("resolution",): 3,
+    ("two resolutions",): 2,
+    ("world goes on",): 2,
+}
+_AT_A_QUESTION: Final[Mapping[tuple[str, ...], int]] = {
+    ("answer",): 3,
+    ("cancel",): 2,
+    ("world goes on",): 2,
 }
 _STILL: Final = {"stall": 8, "die": 1, "slow": 1, "lose": 1}
 _UNDOING: Final = (points.UNDO_PLAN, points.UNDO_DISPATCH, points.UNDO)
@@ -212,7 +263,7 @@ THEMES: Final[Mapping[str, Theme]] = {
         points=(points.CLAIM, points.CLAIM, points.COMMIT, points.MODEL, points.LOOK),
     ),
     "stale answers": Theme(
-        2,
+        3,
         scripts=(
             (Way("dropped"), Way("late", 60_000)),
             (Way("dropped"), Way("late", 60_000)),
@@ -226,6 +277,18 @@ THEMES: Final[Mapping[str, Theme]] = {
         opens_with=(("the lease",), ("world goes on",), ("sent again",), ("sent again",)),
         opens_at=(1, 3),
         sweepers=(1, 2, 2),
+    ),
+    "stale verdicts": Theme(  # the second absence is read when the intent has been sent again
+        5,
+        scripts=((Way("dropped"), Way("lost")),),
+        strikes={"stall": 1},
+        points=(points.QUERY, points.VERDICT),
+        meanwhile={("sent again",): 1},
+        kinds=("query_alone", "dying_key_and_query", "deadline_and_query", "undoable_unkeyed"),
+        opening=((points.QUERY, INSIDE), (points.QUERY, AFTER), (points.VERDICT, BEFORE)),
+        opens_with=(("sent again",),),
+        opens_at=(2, 3),
+        sweepers=(2,),
     ),
     "second tries": Theme(
         2,
@@ -248,7 +311,7 @@ THEMES: Final[Mapping[str, Theme]] = {
         kinds=("query_alone", "dying_key_and_query", "deadline_and_query", "undoable_unkeyed"),
     ),
     "deaths": Theme(3, strikes={"die": 1}),
-    "lost answers": Theme(3, strikes={"lose": 1}),
+    "lost answers": Theme(5, strikes={"lose": 1}),
     "undoing": Theme(
         4,
         kinds=("undoable", "undoable_unkeyed"),
@@ -257,23 +320,44 @@ THEMES: Final[Mapping[str, Theme]] = {
         opening=((points.WRITE, INSIDE), (points.OUTCOME, BEFORE), (points.DISPATCH, AFTER)),
         opens_with=(("cancel",), ("cancel", "pause"), ("cancel", "lock away")),
     ),
+    "undoing waits": Theme(
+        3,
+        scripts=((Way("late", 20_000),), (Way("lost"),), (Way("deaf"),)),
+        kinds=("undoable", "undoable_unkeyed"),
+        acts={"world goes on": 1},
+        strikes={"die": 3, "lose": 3, "stall": 2},
+        points=(*(points.UNDO_WAITS,) * 3, *_UNDOING),
+        opening=((points.WRITE, INSIDE), (points.OUTCOME, BEFORE)),
+        opens_with=(("cancel", "world goes on"),),
+        then=(
+            *((points.UNDO_PLAN, AFTER),) * 2,
+            (points.UNDO_PLAN, COMMITTED),
+            (points.UNDO_PLAN, BEFORE),
+        ),
+        then_with=(("lock away",), ("lock away", "world goes on")),
+    ),
     "wishes": Theme(
         2,
         points=(points.UNDER_WISH, points.UNDER_WISH, points.CANCEL, points.COMMIT, points.WAKE),
         shapes={"loop": 2, "read": 1},
-        opening=((points.MODEL, INSIDE), (points.VERIFY, INSIDE), (points.COMMIT, BEFORE)),
+        opening=(
+            (points.CLAIM, BEFORE),
+            (points.MODEL, INSIDE),
+            (points.VERIFY, INSIDE),
+            (points.COMMIT, BEFORE),
+        ),
         opens_with=(("cancel",),),
     ),
     "drains": Theme(
-        2,
-        points=(points.DRAIN, points.DRAIN, points.CLAIM, points.COMMIT, points.OUTCOME),
+        3,
+        points=(*(points.DRAIN,) * 5, points.CLAIM, points.COMMIT, points.OUTCOME),
         opening=((points.MODEL, INSIDE), (points.WRITE, BEFORE), (points.CLAIM, AFTER)),
         opens_with=(("drain",), ("drain", "deliver")),
     ),
     "deploys": Theme(
-        1,
+        2,
         writes=_DOUBTFUL,
-        points=(points.RETURNED, points.RETURNED, points.WAKE),
+        points=(*(points.RETURNED,) * 5, points.WAKE),
         lacks=0.5,
         kinds=("key_and_query", "query_alone", "confirmed"),
     ),
@@ -284,9 +368,9 @@ THEMES: Final[Mapping[str, Theme]] = {
         opens_with=(("lock away",), ("deliver",), ("pause",)),
     ),
     "people": Theme(
-        2,
-        points=(points.REPORT, points.PAUSE, points.DECIDE, points.CANCEL, points.ACCEPT),
-        acts={"report": 6, "pause": 3, "resume": 4, "decide": 4, "cancel": 2},
+        3,
+        points=(*(points.PAUSE,) * 4, *(points.REPORT,) * 2, points.DECIDE, points.CANCEL),
+        acts={"report": 6, "pause": 5, "resume": 5, "decide": 3, "cancel": 2},
         opening=((points.WRITE, INSIDE), (points.QUERY, INSIDE), (points.OUTCOME, BEFORE)),
         opens_with=(("report",), ("report", "world goes on"), ("pause",), ("decide",)),
     ),
@@ -300,8 +384,126 @@ THEMES: Final[Mapping[str, Theme]] = {
         opening=((points.DECIDE, AFTER), (points.CLAIM, AFTER), (points.PARK, AFTER)),
         opens_with=(("price",), ("decide",), ("cancel",), ("decide", "price"), ("the lease",)),
     ),
+    "approvers": Theme(
+        4,
+        kinds=("agreed", "agreed_unkeyed", *("agreed_by_two",) * 3, "agreed_neither"),
+        shapes={"commit": 3, "loop": 2},
+        acts={
+            "consent": 6,
+            "two consents": 6,
+            "rejection": 3,
+            "cancel": 4,
+            "operator's cancel": 3,
+            "price": 2,
+            "pause": 1,
+        },
+        strikes={"die": 3, "stall": 4, "lose": 3},
+        points=(*(points.DECIDE,) * 3, *(points.TOKEN,) * 2, points.DISPATCH, points.PARK),
+        meanwhile=_AMONG_APPROVERS,
+        opening=((points.DECIDE, BEFORE), (points.DECIDE, AFTER), (points.TOKEN, AFTER)),
+        opens_with=(("cancel",), ("two consents",), ("rejection",), ("consent", "world goes on")),
+        people=True,
+    ),
+    "operators": Theme(
+        6,
+        scripts=_LEFT_OPEN,
+        kinds=(
+            *("neither",) * 2,
+            "dying_key_alone",
+            *("query_alone",) * 2,
+            "agreed_neither",
+            "agreed_unkeyed",
+            "undoable_unkeyed",
+            "deadline_and_query",
+        ),
+        shapes={"commit": 2, "loop": 1},
+        acts={
+            "resolution": 5,
+            "two resolutions": 6,
+            "handling": 8,
+            "query": 4,
+            "answer": 1,
+            "operator's cancel": 2,
+            "report": 3,
+            "two consents": 1,
+            "service answers": 4,
+        },
+        strikes={"die": 2, "stall": 4, "lose": 3},
+        points=(*(points.RESOLVE,) * 3, *(points.NOTE,) * 7, points.QUERY, points.DISPATCH),
+        meanwhile=_AMONG_OPERATORS,
+        opening=((points.RESOLVE, BEFORE), (points.NOTE, AFTER), (points.DISPATCH, AFTER)),
+        opens_with=(
+            ("two resolutions",),
+            ("report",),
+            ("resolution", "world goes on"),
+            ("the lease", "world goes on", "cancel"),
+        ),
+        then=((points.RESOLVE, BEFORE), (points.RESOLVE, BEFORE), (points.QUERY, AFTER)),
+        then_with=(("two resolutions",), ("report",), ("operator's cancel",), ("world goes on",)),
+        people=True,
+        dead=0.6,
+    ),
+    "late receipts": Theme(  # what was settled by a person turns out otherwise
+        3,
+        scripts=((Way("ok"),), (Way("late", 60_000),), (Way("lost"),)),
+        kinds=("neither", "query_alone", "dying_key_alone", "undoable", "agreed_neither"),
+        shapes={"commit": 2, "loop": 1},
+        acts={"resolution": 4, "two resolutions": 3, "report": 3, "cancel": 1},
+        strikes={"stall": 3, "die": 1},
+        points=(points.RESOLVE, points.OUTCOME, points.QUERY),
+        meanwhile=_AT_A_MATTER,
+        opening=(
+            *((points.WRITE, BEFORE),) * 2,
+            (points.WRITE, INSIDE),
+            (points.OUTCOME, BEFORE),
+            (points.WRITE, AFTER),
+        ),
+        opens_with=(
+            ("the lease", "world goes on", "resolution", "world goes on"),
+            ("the lease", "freeze", "world goes on", "two resolutions", "world goes on"),
+            ("the lease", "world goes on", "cancel", "world goes on", "resolution"),
+        ),
+        people=True,
+        dead=0.6,
+        unbounded=0.5,
+    ),
+    "sent again by a person": Theme(  # once somebody has agreed to it again
+        2,
+        scripts=((Way("dropped"),), (Way("dropped"), Way("lost")), (Way("lost"),)),
+        kinds=("agreed_neither", "agreed_neither", "agreed_unkeyed"),
+        shapes={"commit": 2, "loop": 1},
+        acts={
+            "resolution": 4,
+            "two resolutions": 3,
+            "consent": 4,
+            "operator's cancel": 3,
+            "service answers": 3,
+            "cancel": 2,
+        },
+        strikes={"die": 2, "stall": 4, "lose": 2},
+        points=(*(points.RESOLVE,) * 3, *(points.DECIDE,) * 2, points.TOKEN, points.DISPATCH),
+        meanwhile=_OVER_A_SECOND_SENDING,
+        opening=((points.RESOLVE, AFTER), (points.RESOLVE, BEFORE), (points.DECIDE, BEFORE)),
+        opens_with=(("operator's cancel",), ("consent",), ("two resolutions",)),
+        opens_at=(1, 2),
+        people=True,
+        dead=0.3,
+    ),
+    "questions": Theme(
+        2,
+        odd=0.9,
+        shapes={"loop": 1},
+        models=("asks",),
+        acts={"answer": 6, "cancel": 2, "operator's cancel": 2},
+        strikes={"die": 1, "stall": 2, "lose": 1},
+        points=(points.DECIDE, points.DECIDE, points.COMMIT, points.CANCEL),
+        meanwhile=_AT_A_QUESTION,
+        opening=((points.DECIDE, BEFORE), (points.COMMIT, AFTER)),
+        opens_with=(("answer",), ("cancel",), ("the lease", "world goes on")),
+        people=True,
+    ),
     "charges": Theme(
-        1,
+        2,
         kinds=("key_alone", "key_and_query"),
         shapes={"loop": 1},
         points=(points.CHARGE, points.CHARGE, points.READ, points.VERIFY, points.MARK),
@@ -371,6 +573,7 @@ class Plan:
     lag_ms: int = 0  # how late the service shows a record
     lively: bool = True  # while time passes, messages are taken and the beat goes on
     beat_ms: int = 0  # the beat's phase
+    people: bool = False
     retires: bool = True  # a dead worker is replaced before there is peace
 
     def told(self) -> str:
@@ -397,14 +600,15 @@ def draw(seed: int) -> Plan:
         theme=name,
         kind=kind,
         shape=shape,
-        stall_ms=None if chance.random() < 0.1 else STALL_MS,
-        runs=_runs(chance, shape, kind, theme.odd),
+        stall_ms=None if chance.random() < theme.unbounded else STALL_MS,
+        runs=_runs(chance, shape, kind, theme),
         workers=_workers(chance, theme.lacks),
         foreign=theme.lacks,
         sweepers=chance.choice(theme.sweepers),
-        moves=chance.randrange(5, 16),
+        moves=chance.randrange(10, 24) if theme.people else chance.randrange(5, 16),
         strikes=_strikes(chance, theme),
-        query_dead=chance.random() < 0.04,
+        query_dead=chance.random() < theme.dead,
+        people=theme.people,
         lag_ms=chance.choice((0, 0, 0, 1_500, 24_000)),
         lively=chance.random() < 0.65,
         beat_ms=chance.randrange(5_000),
@@ -426,7 +630,8 @@ def draw(seed: int) -> Plan:
     return plan
 
 
-def _runs(chance: random.Random, shape: str, kind: Kind, odd: float) -> list[RunPlan]:
+def _runs(chance: random.Random, shape: str, kind: Kind, theme: Theme) -> list[RunPlan]:
+    odd = theme.odd
     workflow = "reading" if shape == "read" else f"{shape}_{kind.name}"
     pattern = chance.choices(
         (
@@ -446,10 +651,10 @@ def _runs(chance: random.Random, shape: str, kind: Kind, odd: float) -> list[Run
             tenant=tenant,
             order=order,
             amount=amount,
-            model=chance.choice(MODELS) if chance.random() < odd else "honest",
+            model=chance.choice(theme.models) if chance.random() < odd else "honest",
             reads=chance.choice((0, 0, 1)) if shape == "loop" else 1,
-            budget=_budget(chance, shape, odd),
-            mode="shadow" if chance.random() < odd / 10 else "live",
+            budget=_budget(chance, shape, min(odd, 0.4)),
+            mode="shadow" if chance.random() < min(odd, 0.4) / 10 else "live",
         )
         for number, (tenant, order, amount) in enumerate(pattern)
     ]
@@ -501,6 +706,10 @@ def _strikes(chance: random.Random, theme: Theme) -> list[Strike]:
         meanwhile = chance.choice(theme.opens_with)
         number = chance.choice(theme.opens_at)
         found.append(Strike("stall", number, point.base + side, 0, meanwhile))
+    if theme.then:
+        point, side = chance.choice(theme.then)
+        meanwhile = chance.choice(theme.then_with)
+        found.append(Strike("stall", 1, point.base + side, 0, meanwhile))
     for _ in range(chance.choices((0, 1, 2, 3, 4), (1, 5, 5, 3, 1))[0]):
         what = chance.choices([*theme.strikes], [*theme.strikes.values()])[0]
         ms = chance.choice(STALLS_MS)

@@ -1,5 +1,5 @@
 """What is built once in a process and used by all schedules: a fleet with a workflow for every kind
-of tool, an empty ledger in memory, a fake Redis, and the strands.
+of tool, an empty ledger in memory, and the servers of the lock and of the queue.
 """
 
 from __future__ import annotations
@@ -7,15 +7,14 @@ from __future__ import annotations
 import itertools
 import logging
 import sqlite3
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, cast
 
-import fakeredis
-
 from handrail.agent.budget import Budget
+from handrail.agent.effects import Answer, Effect
 from handrail.agent.fixed import Commit, Confirm, Verify
 from handrail.agent.loop import AgentLoop
+from handrail.agent.protocol import Locked
 from handrail.agent.retry import Retry
 from handrail.agent.stage import Action, Stage
 from handrail.agent.tools import Compensation, RunFacts, Tool
@@ -29,9 +28,9 @@ from handrail.ledger.migrate import create_all
 from handrail.ledger.tables import METADATA
 from handrail.settings import Settings
 from tests.simulator import ports
+from tests.simulator.actors import Asker
 from tests.simulator.faults import DEADLINE_MS
 from tests.simulator.service import CALL_MS, KINDS, SECRET, SETTLE_MS, STALL_MS, UNDO, Kind
-from tests.simulator.strands import Strands
 from tests.simulator.timeline import START_MS
 
 if TYPE_CHECKING:
@@ -40,10 +39,20 @@ if TYPE_CHECKING:
 BUDGET: Final = Budget(steps=9, model_calls=9, tool_calls=6, deadline_ms=DEADLINE_MS)
 
 
+#: A question, and a request for two consents, are soon too old: people come too late for them.
+SOON_MS: Final = 120_000
+
+
 class SimFleet(Fleet):
     """The front door; what it publishes goes to the simulated broker."""
 
     ground: Ground
+
+    def query_now(self, locked: Locked, effect: Effect) -> tuple[Answer, int]:
+        """Ask a tool for a person, who waits for the answer."""
+        who = self.ground.schedule.current
+        assert isinstance(who, Asker)
+        return who.reconciler.query_now(locked, effect), locked.now
 
     def _publish(self, messages: Sequence[StepMessage]) -> None:
         try:
@@ -63,14 +72,12 @@ class Ground:
     def __init__(self) -> None:
         self.now_ms = START_MS
         self.sweeps_ahead_ms = 0
-        self.strands = Strands()
         self.ids = itertools.count(1)
         control = Database("sqlite://", clock=self.now)
         create_all(control)
         self.connection: sqlite3.Connection = control._connection()
         self._tables = [f"DELETE FROM {table.name}" for table in reversed(METADATA.sorted_tables)]
-        self.redis = fakeredis.FakeRedis(protocol=2, decode_responses=True)
-        self._let_redis_follow_our_clock()
+        self.lock_server = ports.LockServer(self.now)
         self.ledger = ports.SimLedger(
             "sqlite://", clock=self.now, new_id=lambda: f"id-{next(self.ids)}"
         )
@@ -98,15 +105,16 @@ class Ground:
         self.ids = itertools.count(1)
         for statement in self._tables:
             self.connection.execute(statement)
-        if self.redis.dbsize():
-            self.redis.flushall()
+        self.lock_server.flush()
         self.broker.queue.clear()
         self.broker.old.clear()
         self.errors.clear()
 
     def rows(self, sql: str) -> list[dict[str, Any]]:
         """Read beside the fleet."""
-        return [dict(row) for row in self.connection.execute(sql).fetchall()]
+        cursor = self.connection.execute(sql)
+        names = [column[0] for column in cursor.description]
+        return [dict(zip(names, row, strict=True)) for row in cursor]
 
     # ---- declaring -------------------------------------------------------------------------------
 
@@ -126,6 +134,8 @@ class Ground:
                 verify=check,
                 model="sim",
                 retry=Retry(attempts=2) if kind.name == "key_and_query" else None,
+                answer_within_ms=SOON_MS,
+                approve_within_ms=_consent_within_ms(kind),
                 verify_cost_microusd=5 if kind.name == "key_alone" else 0,
             )
             self._workflow(f"loop_{kind.name}", loop)
@@ -144,7 +154,11 @@ class Ground:
         verify = Verify("verify", check=check)
         if kind.approval == "never":
             return commit, verify
-        return Confirm("confirm", action=action), commit, verify
+        return (
+            Confirm("confirm", action=action, expires_ms=_consent_within_ms(kind)),
+            commit,
+            verify,
+        )
 
     def _write_tool(self, kind: Kind) -> Tool:
         undo = None
@@ -170,6 +184,7 @@ class Ground:
             confirmed_by_query=kind.confirmed,
             not_after=kind.not_after,
             approval=kind.approval,
+            approvers=kind.approvers,
             timeout_ms=CALL_MS,
             settle_after_ms=SETTLE_MS,
             intent=lambda arguments, run: f"save:{arguments['order']}",
@@ -182,20 +197,7 @@ class Ground:
             shadow=ports.make_stand_in(self) if kind.name == "key_and_query" else None,
         )(ports.make_write(self, kind))
 
-    # ---- what else must be ours ------------------------------------------------------------------
-
-    def _let_redis_follow_our_clock(self) -> None:
-        import fakeredis._socket._base as sockets
-
-        ground = self
-
-        class Clock:
-            time = staticmethod(lambda: ground.now_ms / 1000)
-
-            def __getattr__(self, name: str) -> Any:
-                return getattr(time, name)
-
-        setattr(sockets, "time", Clock())  # noqa: B010  # its own name for the module
+    # ---- what would hide in a log ----------------------------------------------------------------
 
     def _listen(self) -> None:
         """What the fleet logs as an error is a finding: it would hide in a log otherwise."""
@@ -209,3 +211,7 @@ class Ground:
         log = logging.getLogger("handrail")
         log.setLevel(logging.ERROR)
         log.addHandler(Handler())
+
+
+def _consent_within_ms(kind: Kind) -> int:
+    return SOON_MS if kind.approvers > 1 else 24 * 3_600_000

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from handrail.agent.effects import EffectStatus
+from handrail.agent.effects import Effect, EffectStatus
 from handrail.agent.protocol import Locked, Ruling
 from handrail.agent.stage import arguments_hash
 from handrail.agent.status import (
@@ -21,8 +21,10 @@ from handrail.agent.status import (
     RunEvent,
     RunStatus,
 )
+from handrail.agent.tools import FOREVER
 from handrail.tasks.calls import ToolCall
 from tests.simulator import points
+from tests.simulator.people_judge import PeopleJudge
 from tests.simulator.points import Point
 from tests.simulator.service import CANARY, UNDO, Kind, Order
 
@@ -48,7 +50,7 @@ class Judge:
         self._service = schedule.service
         self._cancelled: set[str] = set()
         self._epochs: dict[str, int] = {}
-        self._consented: dict[str, list[int]] = {}  # amounts that a person has seen and wanted
+        self.people = PeopleJudge(schedule, self._broken)
         self.paused = False
         self.sent_calls = 0
         self.first: Violation | None = None  # seen while the fleet was at work
@@ -86,12 +88,18 @@ class Judge:
         run_id, before, after = locked.state.run_id, locked.effect, ruling.effect
         if ruling.lease == "take":
             self._epoch(run_id, locked.epoch + 1)
+        self.people.ruled(locked, ruling, self._cancelled)
         if ruling.wish:
             self._cancelled.add(run_id)
         if before is None or after is None:
             return
         if before.status is not after.status:
             self._moved(point, run_id, before.status, after.status, ruling)
+            consent = self._schedule.plan.kind.approval != "never"
+            if after.status is EffectStatus.DISPATCHED and consent:
+                self.people.dispatched(locked, after)
+            if (before.status, after.status) == (EffectStatus.UNKNOWN, EffectStatus.ABSENT):
+                self._believed_absent(run_id, after)
 
     def _moved(
         self,
@@ -110,29 +118,22 @@ class Judge:
         if before is EffectStatus.UNKNOWN and proved and ruling.evidence is None:
             raise self._broken("I9", f"the effect of {run_id} is {after} without evidence")
 
+    def _believed_absent(self, run_id: str, effect: Effect) -> None:
+        """What was believed absent has not happened. Only under a key that never dies may a request
+        leave however late, and the ledger learn of it afterwards.
+        """
+        order = effect.tenant, str(effect.arguments["order"])
+        late = self._schedule.plan.kind.key_valid_for_ms >= FOREVER
+        if order in self._service.records and not late:
+            raise self._broken("I9", f"{run_id} believes {order} absent, and it took effect")
+
     def sent(self, kind: Kind, call: ToolCall, arguments: Mapping[str, Any]) -> None:
         """A write call leaves a worker."""
         self.sent_calls += 1
         if self._schedule.run_plan(call.run_id).mode == "shadow":
             raise self._broken("shadow", f"{call.run_id} only shadows, and sends {arguments}")
-        if kind.approval != "never":
-            amounts = self._consented.get(call.run_id, [])
-            if arguments["amount"] not in amounts:
-                raise self._broken(
-                    "I6", f"{call.run_id} sends {arguments}, and nobody agreed to that"
-                )
-
-    def sees(self, run_id: str) -> bool:
-        """A person looks at what a run asks for, if anything, and is about to agree to it."""
-        asked = self._schedule.ground.rows(
-            "SELECT run_id, arguments FROM handrail_approval WHERE status = 'pending'"
-        )
-        for row in asked:
-            if row["run_id"] == run_id:
-                amount = json.loads(row["arguments"])["amount"]
-                self._consented.setdefault(run_id, []).append(amount)
-                return True
-        return False
+        if kind.approval != "never" and not self.people.agreed_to(call.tenant, arguments):
+            raise self._broken("I6", f"{call.run_id} sends {arguments}, and nobody agreed to that")
 
     def published(self, text: str) -> None:
         """A message goes to the broker."""
@@ -163,16 +164,17 @@ class Judge:
             traces[row["run_id"]] += [{**event, "at": row["at"]} for event in events]
         self._effects(effects)
         self._approvals(effects, rows("SELECT * FROM handrail_approval"))
-        handoffs = {r["run_id"] for r in rows("SELECT run_id FROM handrail_handoff")}
+        holders = {r["run_id"] for r in rows("SELECT run_id FROM handrail_effect_holder")}
         for run_id, row in runs.items():
-            self._run(row, traces[run_id], effects, handoffs)
+            self._run(row, traces[run_id], effects, holders)
+        self.people.judge(runs, traces)
         self._count(runs, traces, effects)
 
     def _effects(self, effects: Mapping[Order, Row]) -> None:
         """I1, I10: what the service did, and what the ledger says of it."""
         times = Counter(done.order for done in self._service.performed)
         for order, count in times.items():
-            if count > 1:
+            if count > 1 and order not in self.people.mistaken:
                 raise Violation("I1", f"{order} took effect {count} times")
             if order not in effects:
                 raise Violation("I10", f"{order} took effect, and the ledger knows nothing of it")
@@ -180,21 +182,26 @@ class Judge:
             status = EffectStatus(row["status"])
             if status in (EffectStatus.DISPATCHED, EffectStatus.UNKNOWN):
                 raise Violation("I2", f"nobody settles {order}: it is {status} for good")
-            if order in self._service.lied:
+            if order in self._service.lied or order in self.people.mistaken:
                 continue
             happened = order in times
             if happened and status in (EffectStatus.PLANNED, EffectStatus.ABSENT):
                 raise Violation("I10", f"{order} took effect, and the ledger says {status}")
             if not happened and status in (EffectStatus.APPLIED, EffectStatus.COMPENSATED):
                 raise Violation("I10", f"{order} is {status} in the ledger, and never happened")
-            undone = (order[0], UNDO + order[1]) in times
-            if undone and status is EffectStatus.APPLIED:
+            undo = (order[0], UNDO + order[1])
+            if undo in self._service.lied:
+                continue
+            if undo in times and status is EffectStatus.APPLIED:
                 raise Violation("I10", f"{order} was undone, and the ledger says {status}")
-            if not undone and status is EffectStatus.COMPENSATED:
+            by_hand = order in self._service.by_hand
+            if undo not in times and status is EffectStatus.COMPENSATED and not by_hand:
                 raise Violation("I10", f"{order} is {status}, and was never undone")
 
     def _approvals(self, effects: Mapping[Order, Row], approvals: Sequence[Row]) -> None:
-        """I6: each effect that needs consent has used up exactly one, exact and in time."""
+        """I6: what took effect was agreed to, exactly; each dispatch was judged when it was
+        committed.
+        """
         kind = self._schedule.plan.kind
         if kind.approval == "never":
             return
@@ -205,20 +212,18 @@ class Judge:
         for done in self._service.performed:
             effect = effects[done.order]
             used = by_effect.get(effect["id"], [])
-            if len(used) != 1 or used[0]["status"] != "consumed":
-                raise Violation("I6", f"{done.order} took effect on {len(used)} consents")
+            if not used or any(one["status"] != "consumed" for one in used):
+                raise Violation("I6", f"{done.order} took effect without a consent")
             exact = arguments_hash(kind.name, {"order": done.order[1], "amount": done.amount})
-            if used[0]["arguments_hash"] != exact:
+            if exact not in {one["arguments_hash"] for one in used}:
                 raise Violation("I6", f"{done.order} took effect, and something else was agreed")
-            if effect["first_dispatched_at"] >= used[0]["expires_at"]:
-                raise Violation("I6", f"{done.order} was dispatched on a consent that was too old")
 
     def _run(
         self,
         row: Row,
         events: Sequence[dict[str, Any]],
         effects: Mapping[Order, Row],
-        handoffs: set[str],
+        holders: set[str],
     ) -> None:
         run_id, status = row["id"], RunStatus(row["status"])
         plan = self._schedule.run_plan(run_id)
@@ -226,14 +231,18 @@ class Judge:
             raise Violation("I13", f"{run_id}: {len(events)} events, {row['trace_seq']} counted")
         _replayed(run_id, row, events)
         _explained(run_id, row, events)
-        if status is RunStatus.HANDED_OFF and run_id not in handoffs:
-            raise Violation("I2", f"{run_id} is handed off, and no person can see it")
         self._spending(row)
         order = (plan.tenant, plan.order)
         writes = plan.workflow != "reading" and plan.mode == "live"
-        if status is RunStatus.COMPLETED and writes:
-            if not self._service.has(*order) or self._service.has(order[0], UNDO + order[1]):
+        wrong = run_id in self.people.mistaken_runs or order in self.people.mistaken
+        if status is RunStatus.COMPLETED and writes and not wrong:
+            if not self._service.has(*order):
                 raise Violation("I8", f"{run_id} completed, and {order} never happened")
+            # A person may undo what others have ended on; nobody may rest on it after that.
+            undone = self._service.by_hand.get(order, events[-1]["at"]) < events[-1]["at"]
+            undone = undone or self._service.has(order[0], UNDO + order[1])
+            if run_id in holders and undone:
+                raise Violation("I8", f"{run_id} completed on {order}, which was undone")
             held = effects.get(order)
             mine = held is not None and held["owner_run_id"] == run_id
             if held is not None and mine and held["status"] != "applied":
@@ -276,6 +285,13 @@ class Judge:
         schedule = self._schedule
         tally, plan = schedule.tally, schedule.plan
         tally.schedules += 1
+        tally.wrong += bool(self.people.mistaken or self.people.mistaken_runs)
+        tally.resolved.update(
+            row["resolution"]
+            for row in schedule.ground.rows(
+                "SELECT resolution FROM handrail_handoff WHERE resolved_reason IS NOT NULL"
+            )
+        )
         for run_id, row in runs.items():
             tally.ends[f"{row['status']} ({row['reason']})"] += 1
             kind = "read" if plan.shape == "read" else plan.kind.name
@@ -353,6 +369,8 @@ def _follows(
     event, category = STOPS[reason]
     if detail["category"] != category.value:
         return False
+    if "resolution" in detail:
+        return any_of("handoff.resolved", resolution=detail["resolution"], by=detail["by"])
     left = detail["budget_left"]
     match reason:
         case Reason.COMPLETED:

@@ -83,6 +83,9 @@ UNDO_WAITS: Final = _point("undo waits", "P25 P27", _TRANSACTION)
 # people
 CANCEL: Final = _point("cancel", "P29", _TRANSACTION)
 DECIDE: Final = _point("decide", "P12 P28", _TRANSACTION)
+TOKEN: Final = _point("token", "P11 P12", _TRANSACTION)
+RESOLVE: Final = _point("resolve", "P28", _TRANSACTION)
+NOTE: Final = _point("note", "P28", _TRANSACTION)
 REPORT: Final = _point("report", "P24", _TRANSACTION)
 PAUSE: Final = _point("pause", "P28", _STATEMENT)
 

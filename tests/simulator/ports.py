@@ -20,9 +20,11 @@ from handrail.agent.errors import ToolUnclear
 from handrail.agent.protocol import Locked, Ruling
 from handrail.broker.message import StepMessage
 from handrail.gateway.model import RAW, ModelEvent, ModelRequest, Stop, Text, ToolCall
+from handrail.ledger import lock as lock_module
 from handrail.ledger.database import ConnectionLost, Database
 from handrail.ledger.ledger import Ledger, Ruled
 from handrail.ledger.lock import RedisLock
+from handrail.ledger.people import People
 from handrail.tasks import calls
 from tests.simulator import points
 from tests.simulator.points import AFTER, BEFORE, COMMITTED, INSIDE, Point
@@ -119,15 +121,25 @@ DECISIONS: Final[Mapping[str, Point]] = {
     "Compensator._send.<locals>.<lambda>": points.UNDO_WAITS,
     "Compensator.begin.<locals>.<lambda>": points.UNDO_WAITS,
     "cancel": points.CANCEL,
-    "Fleet.approve.<locals>.<lambda>": points.DECIDE,
-    "Fleet.reject.<locals>.<lambda>": points.DECIDE,
+    "_cancelled_by": points.CANCEL,
     "_count.<locals>.decide": points.REPORT,
+    "Desk.approve.<locals>.<lambda>": points.DECIDE,
+    "Desk.reject.<locals>.<lambda>": points.DECIDE,
+    "Desk.answer.<locals>.decide": points.DECIDE,
+    "Desk._look.<locals>.<lambda>": points.LOOK,
+    "Desk._resolve.<locals>.decide": points.RESOLVE,
+    "Desk._asked.<locals>.keep": points.NOTE,
 }
+
+
+def _decided_at(decide: Any) -> Point:
+    return DECISIONS[getattr(decide, "func", decide).__qualname__]
+
+
 _METHODS: Final[Mapping[str, Point]] = {
     "insert_run": points.ACCEPT,
     "claim": points.CLAIM,
     "claim_each": points.CLAIM,
-    "commit": points.COMMIT,
     "commit_each": points.COMMIT,
     "charge_more": points.CHARGE,
     "charge_tool": points.CHARGE,
@@ -154,12 +166,19 @@ class SimLedger(Ledger):
 
     _ground: Ground
 
+    @property
+    def people(self) -> SimPeople:
+        """What people are asked and what they do."""
+        people = SimPeople(self.database, new_id=self._new_id, again=self._again)
+        people._ground = self._ground
+        return people
+
     def rule(self, run_id: str, decide: Callable[[Locked], Ruling | None], **options: Any) -> Ruled:
         """Decide under lock; see `DECISIONS`."""
         schedule = self._ground.schedule
         actor = schedule.current
         outer = actor.point, actor.ruled
-        actor.point = DECISIONS[decide.__qualname__]
+        actor.point = _decided_at(decide)
 
         def watched(locked: Locked) -> Ruling | None:
             actor.ruled = None
@@ -190,13 +209,24 @@ def _shown(done: Ruled) -> str:
     return f"{run}{moved}{f' ({reason})' if reason and before is not status else ''}"
 
 
-def _method(name: str, point: Point) -> Any:
-    def call(self: SimLedger, *args: Any, **options: Any) -> Any:
+class SimPeople(People):
+    """What people do beside the runs: their tokens, and the queue."""
+
+    _ground: Ground
+
+    def issue_token(self, approval_id: str, token_hash: str, **options: Any) -> bool:
+        """Issue a token; whoever asks for it knows it by its hash, as the ledger does."""
+        self._ground.schedule.current.token_hash = token_hash
+        return bool(_issue_token(self, approval_id, token_hash, **options))
+
+
+def _method(of: type[SimLedger] | type[SimPeople], name: str, point: Point) -> Any:
+    def call(self: Any, *args: Any, **options: Any) -> Any:
         schedule = self._ground.schedule
         actor = schedule.current
         outer, actor.point = actor.point, point
         try:
-            answer = getattr(super(SimLedger, self), name)(*args, **options)
+            answer = getattr(super(of, self), name)(*args, **options)
             schedule.at(point, AFTER)
             if schedule.timeline is not None and point is not points.LOOK:
                 schedule.tell_answer(point, args, answer)
@@ -208,40 +238,78 @@ def _method(name: str, point: Point) -> Any:
 
 
 for _name, _of in _METHODS.items():
-    setattr(SimLedger, _name, _method(_name, _of))
+    setattr(SimLedger, _name, _method(SimLedger, _name, _of))
+for _name in ("move_handoff", "comment"):
+    setattr(SimPeople, _name, _method(SimPeople, _name, points.NOTE))
+_issue_token: Any = _method(SimPeople, "issue_token", points.TOKEN)
 
 
 # ---- the lock ------------------------------------------------------------------------------------
+
+
+class LockServer:
+    """What the lock's client talks to: keys with a time to live, by the ledger's clock."""
+
+    def __init__(self, now: Callable[[], int]) -> None:
+        self._now = now
+        self._keys: dict[str, tuple[str, int]] = {}  # a token, and until when
+
+    def get(self, key: str) -> str | None:
+        """The token that a key holds."""
+        held = self._keys.get(key)
+        if held is None or held[1] < self._now():  # as Redis: it lives to its last millisecond
+            return None
+        return held[0]
+
+    def set_new(self, key: str, token: str, ttl_ms: int) -> bool | None:
+        """SET NX PX: True, or None where the key is there already."""
+        if self.get(key) is not None:
+            return None
+        self._keys[key] = token, self._now() + ttl_ms
+        return True
+
+    def release(self, key: str, token: str) -> int:
+        """What the lock's script does: delete a key if it still holds this token."""
+        if self.get(key) != token:
+            return 0
+        del self._keys[key]
+        return 1
+
+    def flush(self) -> None:
+        """Lose everything."""
+        self._keys.clear()
 
 
 class _Redis:
     """The lock's client: a server's answers can be lost, and the server can be away."""
 
     def __init__(self, ground: Ground) -> None:
-        self._ground, self._server = ground, ground.redis
+        self._ground, self._server = ground, ground.lock_server
 
-    def set(self, *args: Any, **options: Any) -> Any:
+    def set(self, key: str, token: str, *, nx: bool, px: int) -> bool | None:
+        assert nx
         schedule = self._ground.schedule
         schedule.at_lock(points.LOCK, BEFORE)
-        answer = self._server.set(*args, **options)
+        answer = self._server.set_new(key, token, px)
         schedule.at_lock(points.LOCK, COMMITTED)
         schedule.at_lock(points.LOCK, AFTER)
         return answer
 
-    def get(self, key: str) -> Any:
+    def get(self, key: str) -> str | None:
         return self._server.get(key)
 
-    def eval(self, *args: Any) -> Any:
+    def eval(self, script: str, keys: int, key: str, token: str) -> int:
+        assert script == lock_module._RELEASE and keys == 1
         schedule = self._ground.schedule
         schedule.at_lock(points.UNLOCK, BEFORE)
-        answer = self._server.eval(*args)
+        answer = self._server.release(key, token)
         schedule.at_lock(points.UNLOCK, COMMITTED)
         schedule.at_lock(points.UNLOCK, AFTER)
         return answer
 
 
 class SimLock(RedisLock):
-    """The product's own lock, over a client of ours."""
+    """The product's own lock, over a client and a server of ours."""
 
     def __init__(self, ground: Ground) -> None:
         self._client = _Redis(ground)  # type: ignore[assignment]

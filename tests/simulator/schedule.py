@@ -10,27 +10,22 @@ import asyncio
 import heapq
 import itertools
 import random
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
 from handrail.agent.errors import HandrailError
-from handrail.agent.protocol import Locked, Ruling
-from handrail.agent.stage import End
 from handrail.agent.status import TERMINAL, WITH_PERSON
 from handrail.broker.message import BadMessage, StepMessage
 from handrail.broker.publish import PublishFailed
 from handrail.ledger.database import ConnectionLost
 from handrail.ledger.errors import DatabaseUnavailable
-from handrail.reconciler.compensate import Compensator
 from handrail.reconciler.sweep import Reconciler
 from handrail.reports import sign_report
-from handrail.tasks.calls import call
 from handrail.tasks.runtime import Runtime
 from handrail.tasks.step import run_step
-from tests.simulator import points, ports
+from tests.simulator import people, points, ports
+from tests.simulator.actors import Actor, Asker, close_task
 from tests.simulator.coverage import Tally
 from tests.simulator.faults import Plan, RunPlan, Strike, WorkerPlan
 from tests.simulator.ground import Ground
@@ -48,32 +43,6 @@ SWEEP_MS: Final = 5_000
 #: Longer than any schedule.
 FOR_NOW_MS: Final = 10**12
 _REST: Final = frozenset(status.value for status in (*TERMINAL, *WITH_PERSON))
-
-
-class Actor:
-    """Somebody who acts, on a strand of their own."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.strand: Strand | None = None
-        self.point: Point | None = None  # what of the ledger it is in
-        self.written: list[tuple[Mapping[str, Any], list[dict[str, Any]]]] | None = None
-        self.ruled: tuple[Locked, Ruling] | None = None
-        self.stalled_until: int | None = None  # stands still at a point
-        self.waiting = False  # for its event loop's next timer, or for work
-        self.wake_at: int | None = None
-        self.doomed = False
-
-    def give_up(self) -> None:
-        """Die: meet `Died` at the next turn, and at every port from then on."""
-        self.doomed = True
-
-    def wait(self, now: int, ms: int | None) -> None:
-        """Give the turn back until a timer of the own event loop is due."""
-        assert self.strand is not None
-        self.waiting, self.wake_at = True, None if ms is None else now + ms
-        self.strand.pause()
-        self.waiting, self.wake_at = False, None
 
 
 class Worker(Actor):
@@ -95,8 +64,7 @@ class Worker(Actor):
         runtime.clock, runtime.chance = self.look, lambda: 0.5
         runtime.holder = name
         runtime.max_stall_ms = schedule.plan.stall_ms
-        if not plan.knows:
-            runtime.workflows = {}
+        runtime.workflows = schedule.workflows if plan.knows else {}
         self.runtime: Runtime = runtime
 
     def clock(self) -> float:
@@ -117,7 +85,7 @@ class Worker(Actor):
             self.loop.abandon()
             for task in self.tasks:
                 if not task.done():
-                    _close(task)
+                    close_task(task)
             self.loop.close()
 
     def begin(self, text: str) -> None:
@@ -160,91 +128,8 @@ class Worker(Actor):
         return None
 
 
-class Sweeper(Actor):
-    """A process that sweeps: its reconciler, whose calls outside run on an event loop of its own.
-
-    What a sweep has asked and not read any more, the next one of this process reads.
-    """
-
-    def __init__(self, name: str, schedule: Schedule) -> None:
-        super().__init__(name)
-        self._ground = ground = schedule.ground
-        made = ground.fleet.make_reconciler(publish=ground.broker.publish, lock=ground.lock)
-        self.reconciler = SimReconciler(
-            ledger=made.ledger,
-            workflows=made.workflows,
-            publish=made.publish,
-            lock=made.lock,
-            ask=self._ask,
-            max_stall_ms=schedule.plan.stall_ms,
-            max_attempts=made.max_attempts,
-            jitter=schedule.chance.random,
-            clock=self._clock,
-        )
-        self.reconciler.pauses = lambda seconds: self._run(asyncio.sleep(seconds))
-
-    def _clock(self) -> float:
-        return (self._ground.now_ms - START_MS) / 1000
-
-    def _ask(self, function: Any, arguments: Any, context: Any, limit_ms: int) -> Future[Any]:
-        """Make a call, as the product's own `ask_bounded`; the sweep waits for it meanwhile."""
-        answer: Future[Any] = Future()
-
-        async def ask() -> Any:
-            never = asyncio.get_running_loop().create_future()
-            done = await call(
-                function, arguments, context, limit_ms=limit_ms, wish=never, aborted=context.aborted
-            )
-            if done.error is not None:
-                raise done.error
-            if done.end is not End.RETURNED:
-                raise TimeoutError
-            return done.value
-
-        try:
-            answer.set_result(self._run(ask()))
-        except Exception as error:
-            answer.set_exception(error)
-        return answer
-
-    def _run(self, coroutine: Any) -> Any:
-        loop = WorkerLoop(self._clock, self._wait)
-        tasks: list[Any] = []
-
-        def task(loop: Any, coroutine: Any, **options: Any) -> Any:
-            tasks.append(asyncio.Task(coroutine, loop=loop, **options))
-            return tasks[-1]
-
-        loop.set_task_factory(task)
-        try:
-            return loop.run_until_complete(coroutine)
-        finally:
-            for left in tasks:
-                if not left.done():
-                    _close(left)
-            loop.close()
-
-    def _wait(self, ms: int | None) -> None:
-        self.wait(self._ground.now_ms, ms)
-        if self.doomed:
-            raise Died
-
-
-class SimReconciler(Reconciler):
-    """The reconciler; what it waits between two tries of an outcome takes no real time."""
-
-    pauses: Callable[[float], None]
-
-    def _compensator(self) -> Compensator:
-        return replace(super()._compensator(), pause=self.pauses)
-
-
-def _close(task: Any) -> None:
-    task._log_destroy_pending = False
-    try:
-        task.get_coro().close()
-    except BaseException:  # dead code still runs its `finally`, and reaches nothing
-        return
+class Sweeper(Asker):
+    """A process that sweeps."""
 
 
 class Schedule:
@@ -273,6 +158,9 @@ class Schedule:
         self.judge = Judge(self)
         self.prices: dict[str, int] = {}
         self._runs = {run.run_id: run for run in plan.runs}
+        used = {run.workflow for run in plan.runs}
+        known = ground.fleet.workflows.items()
+        self.workflows = {key: workflow for key, workflow in known if workflow.name in used}
         self.nobody = Actor("world")
         self.current: Actor = self.nobody
         self.workers: list[Worker] = []
@@ -493,32 +381,35 @@ class Schedule:
         strand = actor.strand
         assert strand is not None
         actor.strand = None
-        self.ground.strands.give_back(strand)
         if isinstance(actor, Worker):
             self.workers.remove(actor)
+            for other in self.others:
+                if other.process is actor:
+                    other.give_up()
         else:
             self.others.remove(actor)
         if isinstance(actor, Sweeper) and actor.doomed:
             self.sweepers.remove(actor)
             if self.plan.retires:
                 self._start_sweeper()
-        error, strand.error = strand.error, None
+        error = strand.error
         if error is not None:
             raise Violation(actor.name, f"{type(error).__name__}: {error}") from error
 
     def act(self, name: str, job: Callable[[], object]) -> None:
         """Let somebody act; it may stand still on the way."""
-        self._begin(Actor(name), job)
+        self.begin(Actor(name), job)
 
-    def _begin(self, actor: Actor, job: Callable[[], object]) -> None:
-        actor.strand = self.ground.strands.take(job)
+    def begin(self, actor: Actor, job: Callable[[], object]) -> None:
+        """Let an actor begin with something, on a strand of its own."""
+        actor.strand = Strand(job)
         self.others.append(actor)
         self.go(actor)
 
     def start_worker(self, plan: WorkerPlan) -> Worker:
         """Start a worker process."""
         worker = Worker(f"worker {next(self._names)}", plan, self)
-        worker.strand = self.ground.strands.take(worker.live)
+        worker.strand = Strand(worker.live)
         self.workers.append(worker)
         self.go(worker)
         return worker
@@ -557,7 +448,7 @@ class Schedule:
         idle = [sweeper for sweeper in self.sweepers if sweeper.strand is None]
         if idle:
             sweeper = idle[0] if len(idle) == 1 else self.chance.choice(idle)
-            self._begin(sweeper, lambda: self._sweep(sweeper.reconciler))
+            self.begin(sweeper, lambda: self._sweep(sweeper.reconciler))
 
     def _sweep(self, reconciler: Reconciler) -> None:
         if self.chance.random() < 0.5:
@@ -709,8 +600,9 @@ class Schedule:
             3 if any(sweeper.strand is None for sweeper in self.sweepers) else 0,
             7 if self.plan.kind.approval != "never" and self._asked() else 0,
             4 if len(self.workers) < len(self.plan.workers) and self.plan.retires else 0,
+            9 if self.plan.people else 0,
         )
-        move = self.chance.choices(range(7), weights)[0]
+        move = self.chance.choices(range(8), weights)[0]
         if move == 0:
             self.go(self.chance.choice(stalled))
         elif move in (1, 2):
@@ -721,6 +613,8 @@ class Schedule:
             self.sweep()
         elif move == 5:
             self._happens("decide")
+        elif move == 7:
+            self._people_act()
         else:
             self.start_worker(self.chance.choice(self.plan.workers))
 
@@ -778,13 +672,12 @@ class Schedule:
             case "decide":
                 asked = self._asked()
                 run_id = self.chance.choice(asked)["id"] if asked else run.run_id
-                self.act("person", lambda: self._decide(run_id))
+                people.decide(self, run_id, agrees=self.chance.random() < 0.8)
             case "flush":
-                self.ground.redis.flushall()
+                self.ground.lock_server.flush()
                 broker.queue.clear()
             case "unlock":
-                for key in self.ground.redis.scan_iter():
-                    self.ground.redis.delete(key)
+                self.ground.lock_server.flush()
             case "empty the queue":
                 broker.queue.clear()
             case "forge":
@@ -793,7 +686,9 @@ class Schedule:
                 if self.workers:
                     busy = [worker for worker in self.workers if worker.busy]
                     worker = self.chance.choice(busy or self.workers)
-                    self.act("signal", lambda: worker.runtime.drain(0))
+                    signal = Actor("signal")
+                    signal.process = worker
+                    self.begin(signal, lambda: worker.runtime.drain(0))
                     if worker.waiting and worker.loop.has_work and worker.strand is not None:
                         self.go(worker)
             case "freeze":
@@ -813,6 +708,8 @@ class Schedule:
                 self.broker_back_at = now + away_ms
             case "lock away":
                 self.lock_back_at = now + away_ms
+            case "service answers":
+                self.service.query_dead = False
             case "price":
                 for plan in self.plan.runs:
                     self.prices[plan.run_id] = 101
@@ -829,6 +726,8 @@ class Schedule:
             case "sent again":
                 sent = self.judge.sent_calls
                 self._goes_on(16, until=lambda: self.judge.sent_calls > sent)
+            case _ if act in people.ACTS:
+                people.begin(self, act)
             case "go on":
                 actor = self._held.pop(0)
                 if actor.stalled_until is not None:
@@ -839,19 +738,6 @@ class Schedule:
             self.ground.fleet.cancel(run_id)
         except (HandrailError, ConnectionLost) as error:
             self.tell(f"cancel {run_id}: {type(error).__name__}")
-
-    def _decide(self, run_id: str) -> None:
-        fleet = self.ground.fleet
-        if not self.judge.sees(run_id):
-            self.tell(f"nothing to decide for {run_id}")
-            return
-        try:
-            if self.chance.random() < 0.8:
-                fleet.approve(run_id, approver="ann")
-            else:
-                fleet.reject(run_id, approver="ann")
-        except (HandrailError, ConnectionLost) as error:
-            self.tell(f"decide {run_id}: {type(error).__name__}")
 
     def _freeze(self, ms: int) -> None:
         """Let time pass in which nobody of ours moves; what is in the air lands."""
@@ -933,8 +819,23 @@ class Schedule:
         self._rest(ends)
         for row in self._asked():
             if self.chance.random() < 0.8:
-                self.act("person", lambda run_id=row["id"]: self._decide(run_id))  # type: ignore[misc]
+                people.decide(self, row["id"], agrees=self.chance.random() < 0.8)
         self._rest(ends)
+        if self.plan.people:
+            self.service.query_dead = self.service.query_dead and self.chance.random() < 0.4
+            for _ in range(self.chance.choice((0, 2, 6))):
+                self._people_act()
+                self._rest(ends)
+
+    def _people_act(self) -> None:
+        acts = people.busy_ones(
+            self.ground.rows(
+                "SELECT reason FROM handrail_handoff WHERE status = 'open' UNION ALL"
+                " SELECT 'approval' FROM handrail_approval WHERE status = 'pending'"
+            )
+        )
+        if acts:
+            self._happens(self.chance.choice(acts))
 
     def _rest(self, ends: int) -> None:
         """Go on, from one due thing to the next, until everybody rests."""

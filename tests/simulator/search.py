@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from multiprocessing import get_context
@@ -30,6 +32,7 @@ class Played:
 
     tally: Tally = field(default_factory=Tally)
     broken: list[tuple[int, str]] = field(default_factory=list)  # (seed, what)
+    cpu_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +64,31 @@ def play(seed: int, tally: Tally, timeline: Timeline | None = None) -> str | Non
 def play_block(seeds: range) -> Played:
     """Play some schedules, one after the other."""
     played = Played()
-    for seed in seeds:
-        if what := play(seed, played.tally):
-            played.broken.append((seed, what))
+    with _uncollected():
+        began = time.process_time()
+        for seed in seeds:
+            if what := play(seed, played.tally):
+                played.broken.append((seed, what))
+        played.cpu_s = time.process_time() - began
     played.tally.schedules = len(seeds)
     return played
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """What a block of schedules leaves behind is little: it is collected once, at the end."""
+    ground()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def hunt(bug: str, first: int = 0, seeds: int = BUG_SEEDS) -> Found:
     """Plant a bug and search for it; without it, the schedule that found it must be clean."""
-    with BUGS[bug].plant(ground()):
+    with _uncollected(), BUGS[bug].plant(ground()):
         for seed in range(first, first + seeds):
             if what := play(seed, Tally()):
                 break
@@ -97,6 +115,7 @@ def search(first: int, count: int, jobs: int) -> int:
     for played in _blocks(first, count, jobs):
         total.tally.add(played.tally)
         total.broken += played.broken
+        total.cpu_s += played.cpu_s
     took_s = time.monotonic() - began
     print(total.tally.table())
     print()
@@ -104,8 +123,14 @@ def search(first: int, count: int, jobs: int) -> int:
     print()
     speed = count / took_s / jobs
     stale = total.tally.stale.total()
-    print(f"{count:,} schedules from seed {first}, {speed:.0f} a second a core, {jobs} at a time")
+    print(
+        f"{count:,} schedules from seed {first}, {speed:.0f} a second a core, {jobs} at a time;"
+        f" {1000 * total.cpu_s / count:.1f} ms of a processor each"
+    )
     print(f"{stale:,} stale writers were refused")
+    resolved = ", ".join(f"{count:,} {how}" for how, count in sorted(total.tally.resolved.items()))
+    print(f"people have resolved: {resolved or 'nothing'}")
+    print(f"in {total.tally.wrong:,} schedules one was wrong about what nobody can check")
     missing = total.tally.missing()
     if missing:
         print(f"{len(missing)} cells were not struck: {', '.join(missing)}")

@@ -35,6 +35,7 @@ class Kind:
     stores_failures: bool = False
     confirmed: bool = False  # a receipt is believed once a query says the same
     approval: str = "never"
+    approvers: int = 1
     undo: bool = False  # there is a compensation
     reads_original: bool = False
 
@@ -61,6 +62,8 @@ KINDS: Final[Mapping[str, Kind]] = {
         Kind(name="deadline_and_query", key_valid_for_ms=0, not_after=True),
         Kind(name="agreed", approval="always"),
         Kind(name="agreed_unkeyed", key_valid_for_ms=0, approval="always"),
+        Kind(name="agreed_by_two", approval="always", approvers=2),
+        Kind(name="agreed_neither", key_valid_for_ms=0, query=False, approval="always"),
         Kind(name="stored_failures", stores_failures=True),
         Kind(name="confirmed", confirmed=True),
         Kind(name="undoable", undo=True),
@@ -122,6 +125,7 @@ class Service:
     keys: dict[str, _Known] = field(default_factory=dict)
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)  # ("model", run id), ...
     lied: set[Order] = field(default_factory=set)  # it said what no program can see through
+    by_hand: dict[Order, int] = field(default_factory=dict)  # what a person has undone, and when
     in_the_air: int = 0
 
     def may_still_leave(self, kind: Kind, call: ToolCall, looked_at: int) -> bool:

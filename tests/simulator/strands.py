@@ -1,4 +1,5 @@
-"""Strands: threads of which one runs at a time, only while the scheduler has handed it the turn.
+"""Strands: greenlets of one thread, of which one runs at a time, when the scheduler has handed it
+the turn.
 
 Whatever an actor does is plain code on its own strand, so that it can stand still in the middle of
 any call and go on later, or never. Who runs is decided by the scheduler alone: the operating system
@@ -7,8 +8,11 @@ has no say, and a schedule is the same every time.
 
 from __future__ import annotations
 
-import threading
+import asyncio
+import sys
 from collections.abc import Callable
+
+from greenlet import getcurrent, greenlet
 
 
 class Died(BaseException):
@@ -19,59 +23,40 @@ class Died(BaseException):
 
 
 class Strand:
-    """One such thread. It is used again and again: to start one costs more than a whole call."""
+    """One such greenlet; it begins its job at its first turn.
 
-    def __init__(self) -> None:
-        self.job: Callable[[], object] | None = None
+    An event loop is the running one of its thread, so each strand keeps its own while others run.
+    """
+
+    def __init__(self, job: Callable[[], object]) -> None:
         self.error: BaseException | None = None
-        self._turn = threading.Lock()
-        self._back = threading.Lock()
-        self._turn.acquire()
-        self._back.acquire()
-        threading.Thread(target=self._live, daemon=True, name="simulator").start()
+        self._job = job
+        self._greenlet = greenlet(self._live)
 
     @property
     def idle(self) -> bool:
-        """Whether it has ended what it was given."""
-        return self.job is None
+        """Whether it has ended its job."""
+        return self._greenlet.dead
 
     def resume(self) -> None:
         """Hand it the turn, and wait until it gives the turn back. For the scheduler."""
-        self._turn.release()
-        self._back.acquire()
+        self._greenlet.parent = getcurrent()
+        self._greenlet.switch()
+        asyncio._set_running_loop(None)
+        sys.set_asyncgen_hooks(None, None)
 
     def pause(self) -> None:
         """Give the turn back, and wait until it comes again. For the strand itself."""
-        self._back.release()
-        self._turn.acquire()
+        loop, hooks = asyncio._get_running_loop(), sys.get_asyncgen_hooks()
+        assert self._greenlet.parent is not None
+        self._greenlet.parent.switch()
+        asyncio._set_running_loop(loop)
+        sys.set_asyncgen_hooks(*hooks)
 
     def _live(self) -> None:
-        while True:
-            self._turn.acquire()
-            assert self.job is not None
-            try:
-                self.job()
-            except Died:
-                pass
-            except BaseException as error:
-                self.error = error
-            self.job = None
-            self._back.release()
-
-
-class Strands:
-    """The strands of this process that are free, and those that are made when none is."""
-
-    def __init__(self) -> None:
-        self._free: list[Strand] = []
-
-    def take(self, job: Callable[[], object]) -> Strand:
-        """Give a job to a strand; it begins at its first turn."""
-        strand = self._free.pop() if self._free else Strand()
-        strand.job, strand.error = job, None
-        return strand
-
-    def give_back(self, strand: Strand) -> None:
-        """Take back a strand that has ended its job."""
-        assert strand.idle
-        self._free.append(strand)
+        try:
+            self._job()
+        except Died:
+            pass
+        except BaseException as error:
+            self.error = error

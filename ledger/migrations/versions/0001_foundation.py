@@ -21,7 +21,14 @@ EFFECT_STATUSES = (
     " 'handed_off', 'contradicted'"
 )
 TRIGGERS = "'timeout', 'cancellation', 'exception', 'reported', 'worker-lost', 'contrary-evidence'"
-APPEND_ONLY = ("handrail_trace", "handrail_observation", "handrail_evidence")
+APPEND_ONLY = (
+    "handrail_trace",
+    "handrail_observation",
+    "handrail_evidence",
+    "handrail_consent",
+    "handrail_comment",
+    "handrail_audit",
+)
 
 
 def words(name: str, *, null: bool = False) -> sa.Column[str]:
@@ -57,7 +64,9 @@ def upgrade() -> None:
     create_runs()
     create_records_of_runs()
     create_effects()
-    create_matters_for_people()
+    create_approvals()
+    create_handoffs()
+    create_people()
     create_pauses()
     op.create_table(
         "handrail_heartbeat",
@@ -247,6 +256,7 @@ def create_effects() -> None:
         words("approval_id", null=True),
         words("compensation", null=True),
         words("compensates", null=True),
+        words("planned_by", null=True),
         sa.PrimaryKeyConstraint("id"),
         sa.CheckConstraint(f"status IN ({EFFECT_STATUSES})", name="handrail_effect_status"),
         sa.CheckConstraint(
@@ -305,20 +315,26 @@ def create_effects() -> None:
     op.create_index("handrail_evidence_effect", "handrail_evidence", ["effect_id", "at"])
 
 
-def create_matters_for_people() -> None:
-    """Create the requests for consent and the packages for a person."""
+def create_approvals() -> None:
+    """Create the requests for consent, the tokens by which it is given, and the consents."""
     op.create_table(
         "handrail_approval",
         words("id"),
         words("run_id"),
+        words("tenant"),
+        words("workflow"),
         number("step"),
         number("state_version"),
         words("tool"),
         words("contract_version"),
+        words("contract_hash"),
         words("intent_key", null=True),
         words("arguments"),
         words("arguments_hash"),
+        number("amount", null=True),
         words("subject"),
+        number("approvers"),
+        number("requester_approves"),
         words("status"),
         number("requested_at"),
         number("expires_at"),
@@ -333,37 +349,135 @@ def create_matters_for_people() -> None:
         sa.CheckConstraint(
             "(status = 'consumed') = (effect_id IS NOT NULL)", name="handrail_approval_consumed"
         ),
+        sa.CheckConstraint("approvers IN (1, 2)", name="handrail_approval_approvers"),
         of("run_id", "handrail_run"),
     )
     op.create_index("handrail_approval_run", "handrail_approval", ["run_id"])
-    partial_index(
-        "handrail_approval_open",
-        "handrail_approval",
-        ["run_id"],
-        "status = 'pending'",
-        unique=True,
+    pending = "status = 'pending'"
+    partial_index("handrail_approval_open", "handrail_approval", ["run_id"], pending, unique=True)
+    partial_index("handrail_approval_queue", "handrail_approval", ["requested_at"], pending)
+    op.create_table(
+        "handrail_approval_token",
+        words("hash"),
+        words("approval_id"),
+        words("issued_to", null=True),
+        number("issued_at"),
+        number("used_at", null=True),
+        words("used_by", null=True),
+        sa.PrimaryKeyConstraint("hash"),
+        sa.CheckConstraint(
+            "(used_at IS NULL) = (used_by IS NULL)", name="handrail_approval_token_used"
+        ),
+        of("approval_id", "handrail_approval"),
     )
+    op.create_index("handrail_approval_token_of", "handrail_approval_token", ["approval_id"])
+    op.create_table(
+        "handrail_consent",
+        words("approval_id"),
+        words("who"),
+        number("at"),
+        words("token_hash"),
+        sa.PrimaryKeyConstraint("approval_id", "who"),
+        of("approval_id", "handrail_approval"),
+    )
+
+
+def create_handoffs() -> None:
+    """Create the packages for a person, and what people note about them."""
     op.create_table(
         "handrail_handoff",
         words("id"),
         words("run_id"),
+        words("tenant"),
+        words("workflow"),
+        words("tool", null=True),
+        words("subject"),
         words("effect_id", null=True),
         words("reason"),
+        number("priority"),
         words("package"),
         words("status"),
+        number("version", default=0),
         number("opened_at"),
+        number("expires_at", null=True),
+        number("escalates_at", null=True),
+        number("escalated_at", null=True),
+        words("claimed_by", null=True),
+        number("claimed_until", null=True),
+        words("assigned_to", null=True),
+        number("snoozed_until", null=True),
+        words("resolution", null=True),
         number("resolved_at", null=True),
+        words("resolved_by", null=True),
+        words("resolved_reason", null=True),
+        words("resolved_evidence", null=True),
         sa.PrimaryKeyConstraint("id"),
         sa.CheckConstraint("status IN ('open', 'resolved')", name="handrail_handoff_status"),
+        sa.CheckConstraint(
+            "(status = 'resolved') = (resolution IS NOT NULL AND resolved_at IS NOT NULL)",
+            name="handrail_handoff_resolved",
+        ),
+        sa.CheckConstraint(
+            "(claimed_by IS NULL) = (claimed_until IS NULL)", name="handrail_handoff_claimed"
+        ),
         of("run_id", "handrail_run"),
     )
     op.create_index("handrail_handoff_run", "handrail_handoff", ["run_id"])
+    is_open = "status = 'open'"
+    partial_index("handrail_handoff_subject", "handrail_handoff", ["tenant", "subject"], is_open)
+    partial_index("handrail_handoff_queue", "handrail_handoff", ["priority", "opened_at"], is_open)
     partial_index(
-        "handrail_handoff_open",
-        "handrail_handoff",
-        ["run_id", "reason"],
-        "status = 'open'",
-        unique=True,
+        "handrail_handoff_open", "handrail_handoff", ["run_id", "reason"], is_open, unique=True
+    )
+    op.create_table(
+        "handrail_comment",
+        words("id"),
+        words("handoff_id"),
+        number("at"),
+        words("who"),
+        words("text"),
+        sa.PrimaryKeyConstraint("id"),
+        of("handoff_id", "handrail_handoff"),
+    )
+    op.create_index("handrail_comment_handoff", "handrail_comment", ["handoff_id", "at"])
+
+
+def create_people() -> None:
+    """Create who may do what, and the record of what they did."""
+    op.create_table(
+        "handrail_principal",
+        words("subject"),
+        words("roles"),
+        words("tenants", null=True),
+        number("admitted_at"),
+        sa.PrimaryKeyConstraint("subject"),
+    )
+    op.create_table(
+        "handrail_audit",
+        number("seq"),
+        number("at"),
+        words("actor"),
+        words("roles"),
+        words("act"),
+        words("tenant", null=True),
+        words("run_id", null=True),
+        words("target"),
+        words("reason"),
+        words("before"),
+        words("after"),
+        words("previous"),
+        words("hash"),
+        sa.PrimaryKeyConstraint("seq"),
+    )
+    op.create_index("handrail_audit_actor", "handrail_audit", ["actor", "at"])
+    op.create_index("handrail_audit_run", "handrail_audit", ["run_id"])
+    op.create_table(
+        "handrail_audit_head",
+        number("id"),
+        number("seq"),
+        words("hash"),
+        sa.PrimaryKeyConstraint("id"),
+        sa.CheckConstraint("id = 1", name="handrail_audit_head_one"),
     )
 
 
@@ -422,7 +536,13 @@ def downgrade() -> None:
     for table in (
         "handrail_heartbeat",
         "handrail_pause",
+        "handrail_audit_head",
+        "handrail_audit",
+        "handrail_principal",
+        "handrail_comment",
         "handrail_handoff",
+        "handrail_consent",
+        "handrail_approval_token",
         "handrail_approval",
         "handrail_evidence",
         "handrail_effect_holder",
