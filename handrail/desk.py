@@ -108,7 +108,7 @@ class InvalidRoles(BadInput):
 
 
 @dataclass(eq=False)
-class InvalidFilter(BadInput):
+class InvalidQuery(BadInput):
     """What a list is to be narrowed by cannot be used."""
 
     code: ClassVar[str] = "invalid-query"
@@ -576,7 +576,7 @@ class Desk:
         """
         who = self._allowed(by, Act.CLAIM)
         for name in filters.keys() - _NARROWED_BY:
-            raise InvalidFilter(name, f"narrow it by {', '.join(sorted(_NARROWED_BY))}")
+            raise InvalidQuery(name, f"narrow it by {', '.join(sorted(_NARROWED_BY))}")
         for row in self.handoffs(by=who, free=True, **filters):
             try:
                 self.claim(row["id"], by=who)
@@ -893,7 +893,7 @@ def _resolution(how: object) -> Resolution:
 def _anchor(text: str) -> tuple[int, str]:
     found = _ANCHOR.fullmatch(text) if isinstance(text, str) else None
     if found is None:
-        raise InvalidFilter("anchor", "give it as it was printed: number:hash")
+        raise InvalidQuery("anchor", "give it as it was printed: number:hash")
     return int(found[1]), found[2]
 
 
@@ -974,13 +974,13 @@ def _is_id(text: object) -> bool:
 
 def _name(field: str, value: str | None) -> str | None:
     if value is not None and not (isinstance(value, str) and value.isprintable()):
-        raise InvalidFilter(field, "give a name")
+        raise InvalidQuery(field, "give a name")
     return value
 
 
 def _natural(field: str, value: int, *, least: int = 0, most: int = 2**52) -> int:
     if type(value) is not int or not least <= value <= most:
-        raise InvalidFilter(field, f"give a whole number of {least} to {most}")
+        raise InvalidQuery(field, f"give a whole number of {least} to {most}")
     return value
 
 
@@ -1004,7 +1004,7 @@ __all__ = [
     "AuditReport",
     "Desk",
     "Handoff",
-    "InvalidFilter",
+    "InvalidQuery",
     "InvalidRoles",
     "InvalidTime",
     "NotYours",

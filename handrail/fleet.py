@@ -72,7 +72,7 @@ from handrail.broker.message import SWEEP_TASK, TRACEPARENT_PATTERN, StepMessage
 from handrail.broker.publish import Publisher, PublishFailed
 from handrail.broker.signal import CancelSignal
 from handrail.broker.verify import UnsafeConfiguration
-from handrail.desk import Desk, must_see
+from handrail.desk import Desk, InvalidQuery, must_see
 from handrail.gateway.model import ModelGateway, Planner
 from handrail.ledger.errors import UnknownRun
 from handrail.ledger.ledger import DueStep, Ledger, NewRun, Ruled
@@ -124,18 +124,6 @@ class InvalidRun(BadInput):
     """A run cannot be enqueued as it was asked for; nothing was written."""
 
     code: ClassVar[str] = "invalid-run"
-    field: str
-    problem: str
-
-    def __str__(self) -> str:
-        return f"{self.field}: {self.problem}"
-
-
-@dataclass(eq=False)
-class InvalidQuery(BadInput):
-    """What was asked for cannot be looked up."""
-
-    code: ClassVar[str] = "invalid-query"
     field: str
     problem: str
 
@@ -1217,4 +1205,12 @@ def _must_be_seconds(name: str, value: object, *, least: float) -> None:
         raise InvalidQuery(name, f"give a number of seconds, {least:g} or more")
 
 
-__all__ = ["Fleet", "InvalidRun", "NoBroker", "StillRunning", "UnknownRun", "UnknownWorkflow"]
+__all__ = [
+    "Fleet",
+    "InvalidQuery",
+    "InvalidRun",
+    "NoBroker",
+    "StillRunning",
+    "UnknownRun",
+    "UnknownWorkflow",
+]

@@ -12,7 +12,7 @@ import psycopg
 import pytest
 
 from handrail.agent.people import GENESIS, Act, AuditEntry, AuditLink, audit_faults
-from handrail.desk import InvalidFilter
+from handrail.desk import InvalidQuery
 from handrail.testing.people import ADMIN, APPROVER, OPERATOR, agree
 from tests.world import World, open_world, save
 
@@ -95,7 +95,7 @@ def test_whoever_rewrites_all_of_it_cannot_rewrite_what_was_noted_down(world: Wo
     assert audit_faults(chain, (4, last.hash)) == []
     assert audit_faults(chain, (4, last.hash), (3, links[2].hash)) != []
     for wrong in ("", "3", "x:y"):
-        with pytest.raises(InvalidFilter):
+        with pytest.raises(InvalidQuery):
             world.fleet.desk.verify_audit(anchor=wrong)
 
 

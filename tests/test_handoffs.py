@@ -17,7 +17,7 @@ from handrail.agent.people import InvalidWords, NotAllowed
 from handrail.agent.resolution import Resolution, ResolutionRefused
 from handrail.agent.stage import End, Succeeded
 from handrail.agent.tools import FOREVER, Principal
-from handrail.desk import Handoff, InvalidFilter, InvalidTime, NotYours, UnknownMatter
+from handrail.desk import Handoff, InvalidQuery, InvalidTime, NotYours, UnknownMatter
 from handrail.ledger.errors import UnknownRun
 from handrail.ledger.ledger import Ledger
 from handrail.testing.people import ADMIN, APPROVER, OPERATOR, agree, disagree
@@ -150,9 +150,9 @@ def test_the_queue_is_ordered_by_urgency_and_age_and_can_be_narrowed(world: Worl
     assert [row["run_id"] for row in desk.handoffs(by=VIEWER, tenant="other")] == []
     assert len(desk.handoffs(by=VIEWER, limit=1)) == 1
     assert desk.digest(by=VIEWER)[0]["handoffs"] == 1
-    with pytest.raises(InvalidFilter):
+    with pytest.raises(InvalidQuery):
         desk.handoffs(by=VIEWER, limit=0)
-    with pytest.raises(InvalidFilter):
+    with pytest.raises(InvalidQuery):
         desk.handoffs(by=VIEWER, older_than_ms=-1)
 
 
