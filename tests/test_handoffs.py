@@ -94,6 +94,13 @@ def refused(world: World, run: str, how: Resolution | str, **options: Any) -> st
     return caught.value.problem
 
 
+def says_late(world: World, run: str, intent_key: str, end: End, reply: Succeeded | None) -> None:
+    """The sender of a run's write says what it knows, when the run has long been decided about."""
+    effect, workflow = world.effect(intent_key), world.fleet.workflows["draft@1"]
+    said = protocol.Outcome(effect["id"], effect["token"], end, reply, evidence_id="late")
+    world.ledger.rule(run, lambda seen: protocol.outcome(seen, workflow, said))
+
+
 def choice(world: World, run: str, how: Resolution) -> Any:
     (found,) = [one for one in matter(world, run).choices if one.resolution is how]
     return found
@@ -380,12 +387,7 @@ def test_a_late_request_after_a_persons_absent_is_a_contradiction(world: World) 
     run = handed_off(world)
     world.advance(SETTLED_MS)
     resolve(world, run, "failed", evidence="nothing there")
-    effect = world.effect("save:1")
-    late = protocol.Outcome(
-        effect["id"], effect["token"], End.TIMED_OUT, None, evidence_id="late-1"
-    )
-    workflow = world.fleet.workflows["draft@1"]
-    world.ledger.rule(run, lambda seen: protocol.outcome(seen, workflow, late))
+    says_late(world, run, "save:1", End.TIMED_OUT, None)
 
     assert world.effect("save:1")["status"] == "contradicted"
     assert world.fleet.get(run).status == "failed"
@@ -864,16 +866,7 @@ def test_or_is_given_up_without_touching_it(world: World) -> None:
 def test_a_receipt_that_comes_after_the_handoff_is_proof(world: World) -> None:
     """LED-12's spirit: the sender's own word outweighs a person's guess."""
     run = handed_off(world)
-    effect = world.effect("save:1")
-    late = protocol.Outcome(
-        effect["id"],
-        effect["token"],
-        End.RETURNED,
-        Succeeded({"receipt": 5}, "receipt 5"),
-        evidence_id="late-1",
-    )
-    workflow = world.fleet.workflows["draft@1"]
-    world.ledger.rule(run, lambda seen: protocol.outcome(seen, workflow, late))
+    says_late(world, run, "save:1", End.RETURNED, Succeeded({"receipt": 5}, "receipt 5"))
     assert world.row(run)["status"] == "handed_off"
     world.advance(SETTLED_MS)
 
@@ -909,12 +902,7 @@ def test_a_contradiction_is_escalated_at_once(world: World) -> None:
     run = handed_off(world)
     world.advance(SETTLED_MS)
     resolve(world, run, "failed", evidence="nothing there")
-    effect = world.effect("save:1")
-    late = protocol.Outcome(
-        effect["id"], effect["token"], End.TIMED_OUT, None, evidence_id="late-1"
-    )
-    workflow = world.fleet.workflows["draft@1"]
-    world.ledger.rule(run, lambda seen: protocol.outcome(seen, workflow, late))
+    says_late(world, run, "save:1", End.TIMED_OUT, None)
 
     assert matter(world, run).row["escalated_at"] == world.clock.ms
 
@@ -923,16 +911,7 @@ def test_a_receipt_of_the_undo_outweighs_a_persons_word(world: World) -> None:
     world.service.away = True
     run = undone(world, "dropped", key_valid_for_ms=0, guarantee="transaction")
     world.service.away = False
-    effect = world.effect("undo:1")
-    late = protocol.Outcome(
-        effect["id"],
-        effect["token"],
-        End.RETURNED,
-        Succeeded({"receipt": 9}, "receipt 9"),
-        evidence_id="late-2",
-    )
-    workflow = world.fleet.workflows["draft@1"]
-    world.ledger.rule(run, lambda seen: protocol.outcome(seen, workflow, late))
+    says_late(world, run, "undo:1", End.RETURNED, Succeeded({"receipt": 9}, "receipt 9"))
     world.advance(SETTLED_MS)
 
     assert refused(world, run, "completed", evidence="nothing") == "not-possible"
