@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, ClassVar
 
-from handrail.agent.canonical import Json, canonical, digest
-from handrail.agent.errors import BadInput
 from handrail.agent.people import Role, same_person
 from handrail.agent.tools import Principal, ToolContract, contract_hash
+from handrail.canonical import Json, canonical, digest
+from handrail.errors import BadInput
 
 
 class ApprovalStatus(StrEnum):

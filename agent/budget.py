@@ -12,8 +12,8 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, Final
 
-from handrail.agent.errors import InvalidBudget, InvalidDefinition
 from handrail.agent.status import Reason
+from handrail.errors import InvalidBudget, InvalidDefinition
 
 MAX_COUNT: Final = 2**53  # fits every store, and no honest budget is larger
 MAX_MS: Final = 2**52  # added to an instant it still fits

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from handrail.agent.canonical import Json, digest, dumps
+from handrail.canonical import Json, digest, dumps
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ from types import MappingProxyType
 from typing import Any
 
 from handrail.agent.approvals import ApprovalTerms
-from handrail.agent.canonical import Json
 from handrail.agent.capability import Capability
 from handrail.agent.stage import (
     Answered,
@@ -20,6 +19,7 @@ from handrail.agent.stage import (
     Resolved,
     Verify,
 )
+from handrail.canonical import Json
 
 
 def command_to_json(command: Command) -> dict[str, Json]:

@@ -14,9 +14,9 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
-from handrail.agent.canonical import Json, digest
 from handrail.agent.stage import Doubtful, End, Refused, Reply, Succeeded
 from handrail.agent.tools import FOREVER, ToolContract
+from handrail.canonical import Json, digest
 
 
 class EffectStatus(StrEnum):

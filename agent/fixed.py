@@ -14,9 +14,7 @@ from typing import Any, TypeAlias
 
 from handrail.agent import trace
 from handrail.agent.budget import MAX_MS
-from handrail.agent.canonical import Json, canonical, normal
 from handrail.agent.commands import command_from_json, command_to_json
-from handrail.agent.errors import HandrailError, InvalidDefinition
 from handrail.agent.loop import (
     after_failed_check,
     after_failed_read,
@@ -61,6 +59,8 @@ from handrail.agent.tools import (
     must_be_tool,
 )
 from handrail.agent.trace import TraceEvent
+from handrail.canonical import Json, canonical, normal
+from handrail.errors import HandrailError, InvalidDefinition
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
-from handrail.agent.canonical import Json
-from handrail.agent.errors import InvariantBroken
+from handrail.canonical import Json
+from handrail.errors import InvariantBroken
 
 
 @dataclass(eq=False)

@@ -13,9 +13,7 @@ from typing import Any, Final
 
 from handrail.agent import trace
 from handrail.agent.budget import CODE_OF, MAX_MS, charge_more
-from handrail.agent.canonical import Json, canonical, digest, dumps, normal
 from handrail.agent.commands import command_from_json, command_to_json
-from handrail.agent.errors import InvalidDefinition
 from handrail.agent.proposal import (
     Clarification,
     CompletionClaim,
@@ -65,6 +63,8 @@ from handrail.agent.tools import (
     must_be_tool,
 )
 from handrail.agent.trace import TraceEvent
+from handrail.canonical import Json, canonical, digest, dumps, normal
+from handrail.errors import InvalidDefinition
 
 #: What a workflow's own code says for the trace is kept up to this size.
 MAX_PUBLIC_BYTES: Final = 16_384

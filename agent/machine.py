@@ -15,9 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from handrail.agent import trace
 from handrail.agent.budget import CODE_OF, Budget, BudgetLeft, CallLimits, Phase
-from handrail.agent.canonical import Json
 from handrail.agent.effects import upstream_key
-from handrail.agent.errors import InvariantBroken
 from handrail.agent.fixed import Commit
 from handrail.agent.stage import (
     OBSERVATION_WINDOW,
@@ -55,6 +53,8 @@ from handrail.agent.status import (
 from handrail.agent.tools import Principal, RunFacts
 from handrail.agent.trace import TraceEvent
 from handrail.agent.workflow import Workflow
+from handrail.canonical import Json
+from handrail.errors import InvariantBroken
 
 _S, _E = RunStatus, RunEvent
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar, Final
 
-from handrail.agent.errors import BadInput
+from handrail.errors import BadInput
 
 #: While this many effects of one tool are unknown, it is sent nothing new.
 DEFAULT_MAX_OPEN_UNKNOWNS: Final = 1_000

@@ -15,9 +15,9 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, ClassVar, Final
 
-from handrail.agent.canonical import Json, canonical
-from handrail.agent.errors import BadInput
 from handrail.agent.tools import Principal
+from handrail.canonical import Json, canonical
+from handrail.errors import BadInput
 
 MAX_WORDS: Final = 2_000
 _NAME: Final = re.compile(r"[A-Za-z0-9_.:@-]{1,128}\Z")

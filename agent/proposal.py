@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from handrail.agent.canonical import Json, normal, parse_json
-from handrail.agent.errors import NotCanonical
+from handrail.canonical import Json, normal, parse_json
+from handrail.errors import NotCanonical
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,6 @@ from handrail.agent.approvals import (
     consent_problem,
 )
 from handrail.agent.budget import BudgetLeft
-from handrail.agent.canonical import Json, canonical
 from handrail.agent.commands import command_to_json
 from handrail.agent.effects import (
     QUERIES_PER_DISPATCH,
@@ -81,6 +80,7 @@ from handrail.agent.status import (
 from handrail.agent.tools import Principal
 from handrail.agent.trace import TraceEvent
 from handrail.agent.workflow import Workflow
+from handrail.canonical import Json, canonical
 
 _S, _E = RunStatus, RunEvent
 

@@ -16,7 +16,6 @@ from typing import ClassVar, Final
 
 from handrail.agent import machine, trace
 from handrail.agent.approvals import ApprovalStatus
-from handrail.agent.canonical import Json
 from handrail.agent.effects import (
     QUERIES_PER_DISPATCH,
     Absent,
@@ -33,7 +32,6 @@ from handrail.agent.effects import (
     first_query_at,
     may_send,
 )
-from handrail.agent.errors import BadInput
 from handrail.agent.people import Act, AuditEntry, says_something
 from handrail.agent.protocol import (
     Closing,
@@ -51,6 +49,8 @@ from handrail.agent.stage import InvokeTool, Park
 from handrail.agent.status import TERMINAL, Reason, RunEvent, RunStatus
 from handrail.agent.tools import Principal, ToolContract, contract_hash
 from handrail.agent.trace import TraceEvent
+from handrail.canonical import Json
+from handrail.errors import BadInput
 
 _S, _E, _F = RunStatus, RunEvent, EffectStatus
 #: How much working time a person may give a run that goes on; the hard expiry bounds it, too.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from handrail.agent.errors import InvalidDefinition
+from handrail.errors import InvalidDefinition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from handrail.agent import trace
-from handrail.agent.canonical import Json
 from handrail.agent.status import TRANSITIONS, RunEvent, RunStatus
+from handrail.canonical import Json
 
 #: An event as the ledger hands it out: `seq`, `type`, `step`, `detail`.
 Event: TypeAlias = Mapping[str, Any]

@@ -15,11 +15,11 @@ from typing import Final, Protocol, TypeAlias
 
 from handrail.agent.approvals import ApprovalTerms
 from handrail.agent.budget import BudgetLeft, CallLimits
-from handrail.agent.canonical import Json, digest, dumps
 from handrail.agent.capability import Capability, resource_of
 from handrail.agent.status import Reason
 from handrail.agent.tools import RunFacts, Tool, ToolContract, Validated
 from handrail.agent.trace import TraceEvent
+from handrail.canonical import Json, digest, dumps
 
 Frame: TypeAlias = dict[str, Json]
 

@@ -11,7 +11,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Final
 
-from handrail.agent.errors import IllegalTransition
+from handrail.errors import IllegalTransition
 
 
 class RunStatus(StrEnum):

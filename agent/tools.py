@@ -19,9 +19,9 @@ from typing import Annotated, Any, Final, TypeVar
 
 from pydantic import AfterValidator, BaseModel
 
-from handrail.agent.canonical import Json, canonical, digest, dumps, normal
-from handrail.agent.errors import InvalidDefinition, NotCanonical
 from handrail.agent.retry import Retry, must_be_retry
+from handrail.canonical import Json, canonical, digest, dumps, normal
+from handrail.errors import InvalidDefinition, NotCanonical
 
 FOREVER: Final = 2**53
 SHORTEST_TIMEOUT_MS: Final = 5_000

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from handrail.agent.canonical import Json
+from handrail.canonical import Json
 
 OBSERVATION_BUILT: Final = "observation.built"
 PROPOSAL_RECEIVED: Final = "proposal.received"

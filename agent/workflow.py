@@ -21,13 +21,13 @@ from handrail.agent.budget import (
     must_answer_within,
     worst_case_ms,
 )
-from handrail.agent.canonical import Json, normal
-from handrail.agent.errors import InvalidDefinition
 from handrail.agent.fixed import Check, Commit, Confirm, Read, Verify
 from handrail.agent.loop import AgentLoop
 from handrail.agent.stage import ChildDone, Enter, Event, Frame, Move, Stage, Stop, View
 from handrail.agent.status import Reason
 from handrail.agent.tools import RunFacts, Tool, is_model, must_be_functions
+from handrail.canonical import Json, normal
+from handrail.errors import InvalidDefinition
 
 __all__ = ["AgentLoop", "Check", "Commit", "Confirm", "Read", "Verify", "Workflow"]
 

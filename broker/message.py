@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar, Final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from handrail.agent.errors import BadInput
+from handrail.errors import BadInput
 
 STEP_TASK: Final = "handrail.step"
 STEPS_QUEUE: Final = "handrail.steps"

@@ -26,10 +26,10 @@ from celery import Celery, Task
 from celery.concurrency.base import BasePool, apply_target
 from celery.worker.strategy import default as celery_strategy
 
-from handrail.agent.errors import HandrailError
 from handrail.broker.loop import shared_loop
 from handrail.broker.message import MAX_MESSAGE_BYTES, BadMessage
 from handrail.broker.refusals import REFUSALS
+from handrail.errors import HandrailError
 
 logger = logging.getLogger("handrail.broker")
 

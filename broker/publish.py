@@ -19,9 +19,9 @@ from typing import Any, ClassVar, Final
 import redis
 from celery import Celery
 
-from handrail.agent.errors import TryLater
 from handrail.broker.message import STEP_TASK, STEPS_QUEUE, StepMessage
 from handrail.broker.redis_client import TIMEOUT_S, redis_client, redis_url, ssl_options
+from handrail.errors import TryLater
 
 _ID: Final = "@id@"
 _EMBEDDED: Final = {"callbacks": None, "errbacks": None, "chain": None, "chord": None}

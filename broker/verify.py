@@ -14,9 +14,9 @@ import redis
 from celery import Celery
 from celery.concurrency import get_implementation
 
-from handrail.agent.errors import BadInput
 from handrail.broker.pool import LoopPool, LoopTask
 from handrail.broker.redis_client import is_redis, redis_client, redis_url, ssl_options
+from handrail.errors import BadInput
 
 VERIFY_TIMEOUT_S: Final = 1.5  # connecting and asking together stay below 2 s on a local network
 CANVAS_TASKS: Final = (

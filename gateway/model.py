@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from inspect import isawaitable, iscoroutinefunction
 from typing import Any, Final, Protocol, TypeAlias
 
-from handrail.agent.canonical import Json, dumps
+from handrail.canonical import Json, dumps
 
 #: Tool names by which a model completes, asks the user, or (a planner in code) hands a proposal
 # over as it is.

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from handrail.agent.budget import Budget
-    from handrail.agent.errors import ToolRefused, ToolUnclear
     from handrail.agent.fixed import Deny, Done, HandOff, Proceed
     from handrail.agent.loop import NoProgress
     from handrail.agent.retry import ModelRetry, Retry
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from handrail.agent.status import Reason
     from handrail.agent.tools import FOREVER, Compensation, Permit, Principal, RunFacts
     from handrail.agent.workflow import AgentLoop, Check, Commit, Confirm, Read, Verify, Workflow
+    from handrail.errors import ToolRefused, ToolUnclear
     from handrail.fleet import Fleet
     from handrail.reports import sign_report
     from handrail.tasks.calls import ToolCall
@@ -79,8 +79,8 @@ _HOME = {
     "Retry": "handrail.agent.retry",
     "RunFacts": "handrail.agent.tools",
     "ToolCall": "handrail.tasks.calls",
-    "ToolRefused": "handrail.agent.errors",
-    "ToolUnclear": "handrail.agent.errors",
+    "ToolRefused": "handrail.errors",
+    "ToolUnclear": "handrail.errors",
     "Verify": "handrail.agent.workflow",
     "Workflow": "handrail.agent.workflow",
     "sign_report": "handrail.reports",

@@ -25,9 +25,7 @@ from handrail.agent.approvals import (
     ApprovalStatus,
     person_problem,
 )
-from handrail.agent.canonical import Json
 from handrail.agent.effects import Answer, Effect, answer_to_json
-from handrail.agent.errors import BadInput
 from handrail.agent.people import (
     Act,
     AtMost,
@@ -47,6 +45,8 @@ from handrail.agent.stage import InvokeTool
 from handrail.agent.status import Reason
 from handrail.agent.tools import Principal, SideEffect, ToolContract
 from handrail.agent.workflow import Workflow
+from handrail.canonical import Json
+from handrail.errors import BadInput
 from handrail.ledger.errors import UnknownRun
 from handrail.ledger.ledger import DueStep, Ledger
 from handrail.ledger.people import People

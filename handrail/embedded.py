@@ -21,7 +21,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from handrail.agent.errors import HandrailError
+from handrail.errors import HandrailError
 from handrail.keeper import KeptProcess
 
 START_SECONDS: Final = 20  # a busy machine; the usual start takes a few hundredths of one

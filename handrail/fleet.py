@@ -31,15 +31,7 @@ from pydantic import BaseModel, ValidationError
 
 from handrail.agent import machine, protocol
 from handrail.agent.budget import Budget, BudgetLeft, CallLimits, Phase
-from handrail.agent.canonical import Json, canonical, normal
 from handrail.agent.effects import Answer, Effect, EffectStatus
-from handrail.agent.errors import (
-    BadInput,
-    HandrailError,
-    InvalidBudget,
-    InvalidDefinition,
-    TryLater,
-)
 from handrail.agent.loop import AgentLoop
 from handrail.agent.machine import Mode, RunState
 from handrail.agent.pauses import Pause, Scope, checked_scope, checked_words
@@ -72,7 +64,15 @@ from handrail.broker.message import SWEEP_TASK, TRACEPARENT_PATTERN, StepMessage
 from handrail.broker.publish import Publisher, PublishFailed
 from handrail.broker.signal import CancelSignal
 from handrail.broker.verify import UnsafeConfiguration
+from handrail.canonical import Json, canonical, normal
 from handrail.desk import Desk, InvalidQuery, must_see
+from handrail.errors import (
+    BadInput,
+    HandrailError,
+    InvalidBudget,
+    InvalidDefinition,
+    TryLater,
+)
 from handrail.gateway.model import ModelGateway, Planner
 from handrail.ledger.errors import UnknownRun
 from handrail.ledger.ledger import DueStep, Ledger, NewRun, Ruled

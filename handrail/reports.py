@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 from handrail.agent import protocol
-from handrail.agent.canonical import Json, canonical, digest
 from handrail.agent.effects import Absent, Answer, Effect, Pending, upstream_key
-from handrail.agent.errors import BadInput, NotCanonical
 from handrail.agent.protocol import Locked, Reported, Ruling
 from handrail.agent.tools import MAX_INTENT_CHARACTERS, Tool
 from handrail.agent.workflow import Workflow
+from handrail.canonical import Json, canonical, digest
+from handrail.errors import BadInput, NotCanonical
 from handrail.ledger.ledger import DueStep, Ledger
 from handrail.reconciler.answers import read_answer
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from handrail.agent.canonical import Json
 from handrail.agent.machine import RunState
 from handrail.agent.status import TERMINAL, WITH_PERSON, RunStatus
+from handrail.canonical import Json
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from handrail.agent.errors import BadInput
 from handrail.agent.pauses import DEFAULT_MAX_OPEN_UNKNOWNS
+from handrail.errors import BadInput
 
 #: A secret that could be tried out would let anybody approve.
 SHORTEST_SECRET: Final = 32

@@ -20,9 +20,9 @@ from typing import ClassVar, Final
 
 import redis
 
-from handrail.agent.errors import TryLater
 from handrail.broker.redis_client import redis_client
 from handrail.embedded import EmbeddedValkey
+from handrail.errors import TryLater
 
 RENDEZVOUS: Final = "valkey.json"
 LOCK: Final = "valkey.lock"

@@ -19,8 +19,8 @@ from typing import ClassVar, Final
 from itsdangerous import BadSignature, URLSafeSerializer
 
 from handrail.agent.approvals import Approval, ApprovalRefused, Token
-from handrail.agent.errors import BadInput
 from handrail.agent.people import Role
+from handrail.errors import BadInput
 from handrail.ledger.database import Database
 from handrail.settings import SHORTEST_SECRET
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from handrail.agent.errors import BadInput, HandrailError, TryLater
+from handrail.errors import BadInput, HandrailError, TryLater
 
 
 @dataclass(eq=False)

@@ -17,7 +17,6 @@ from typing import Any, Final, TypeVar
 
 from handrail.agent.approvals import Approval, IssuedToken
 from handrail.agent.budget import Budget, BudgetLeft, CallLimits, Phase
-from handrail.agent.canonical import Json, canonical, dumps
 from handrail.agent.effects import (
     CompensationRecord,
     Doubt,
@@ -27,7 +26,6 @@ from handrail.agent.effects import (
     may_become,
     upstream_key,
 )
-from handrail.agent.errors import InvariantBroken
 from handrail.agent.handoffs import must_be_complete
 from handrail.agent.machine import RunState
 from handrail.agent.notices import News, Notice
@@ -47,6 +45,8 @@ from handrail.agent.stage import Answered, InvokeTool, Park, ParkKind
 from handrail.agent.status import CLAIMABLE, TERMINAL, WITH_PERSON, Reason, RunEvent, RunStatus
 from handrail.agent.tools import Principal
 from handrail.agent.trace import RUN_MOVED, TraceEvent
+from handrail.canonical import Json, canonical, dumps
+from handrail.errors import InvariantBroken
 from handrail.ledger import statements
 from handrail.ledger.database import PG_NOW, ConnectionLost, Database, Session
 from handrail.ledger.errors import DatabaseUnavailable, LedgerLocked, RunExists, UnknownRun

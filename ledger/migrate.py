@@ -28,7 +28,13 @@ from handrail.ledger.errors import (
     UnknownRevision,
     UnsupportedDatabase,
 )
-from handrail.ledger.schema import HEAD, VERSION_TABLE, check_migrated, revision_of
+from handrail.ledger.schema import (
+    HEAD,
+    OLDEST_PROGRAM,
+    VERSION_TABLE,
+    check_migrated,
+    revision_of,
+)
 from handrail.ledger.tables import METADATA
 
 __all__ = [
@@ -191,6 +197,7 @@ def _statements(postgres: bool) -> tuple[str, ...]:
         f"CREATE TABLE {VERSION_TABLE} (\n\tversion_num VARCHAR(32) NOT NULL, \n"
         f"\tCONSTRAINT {VERSION_TABLE}_pkc PRIMARY KEY (version_num)\n)",
         f"INSERT INTO {VERSION_TABLE} VALUES ('{HEAD}')",
+        f"INSERT INTO handrail_schema VALUES (1, '{OLDEST_PROGRAM}')",
     )
 
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from handrail.agent.approvals import Approval
-from handrail.agent.canonical import dumps
 from handrail.agent.people import (
     GENESIS,
     Act,
@@ -26,6 +25,7 @@ from handrail.agent.people import (
 )
 from handrail.agent.status import Reason
 from handrail.agent.tools import Principal
+from handrail.canonical import dumps
 from handrail.ledger.database import PG_NOW, Database, Session
 from handrail.ledger.rows import Row, approval_of, escaped, plain
 

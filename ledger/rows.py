@@ -10,7 +10,6 @@ from typing import Any
 
 from handrail.agent.approvals import Approval, ApprovalStatus, ApprovalTerms
 from handrail.agent.budget import Budget, BudgetLeft, CallLimits
-from handrail.agent.canonical import Json, dumps, normal
 from handrail.agent.commands import (
     command_from_json,
     command_to_json,
@@ -31,6 +30,7 @@ from handrail.agent.stage import Observation
 from handrail.agent.status import Reason, RunStatus
 from handrail.agent.tools import Principal
 from handrail.agent.trace import TraceEvent
+from handrail.canonical import Json, dumps, normal
 
 Row = Mapping[str, Any]
 

@@ -11,7 +11,9 @@ from typing import Final
 from handrail.ledger.database import Database
 from handrail.ledger.errors import NotMigrated
 
-HEAD: Final = "0001"
+HEAD: Final = "0002"
+#: The oldest program that may use this schema, by the newest revision that it knows.
+OLDEST_PROGRAM: Final = "0001"
 VERSION_TABLE: Final = "handrail_alembic_version"
 
 _UNDEFINED_TABLE: Final = "42P01"

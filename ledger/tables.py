@@ -541,3 +541,40 @@ class PauseRow(Table, table=True):
     reason: str = _text()
     paused_by: str = _text()
     paused_at: int = _int()
+
+
+class WorkflowRow(Table, table=True):
+    """A workflow that some worker of the fleet has announced: what accepting a run of it takes."""
+
+    __tablename__: ClassVar[str] = "handrail_workflow"
+
+    name: str = _text(key=True)
+    version: str = _text(key=True)
+    announced_at: int = _int()  # at first
+    seen_at: int = _int()  # when a live worker last said that it has this version
+    entry: str = _text()
+
+
+class RewindRow(Table, table=True):
+    """A mark that the database was restored from a backup: what it does not know may have been
+    sent.
+    """
+
+    __tablename__: ClassVar[str] = "handrail_rewind"
+
+    number: int = _int(key=True)
+    rewound_at: int = _int()
+    reason: str = _text()
+    declared_by: str = _text()
+    cleared_at: int | None = _int(null=True)
+    cleared_by: str | None = _text(null=True)
+
+
+class SchemaRow(Table, table=True):
+    """Which programs may use this schema: any that knows this revision, or a later one."""
+
+    __tablename__: ClassVar[str] = "handrail_schema"
+    __table_args__ = (CheckConstraint("id = 1", name="handrail_schema_one"),)
+
+    id: int = _int(key=True)
+    oldest_program: str = _text()

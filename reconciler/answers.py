@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from handrail.agent.canonical import normal
 from handrail.agent.effects import Absent, Answer, Applied, Effect, NoAnswer, Pending
-from handrail.agent.errors import NotCanonical
 from handrail.agent.tools import RunFacts, Tool
+from handrail.canonical import normal
+from handrail.errors import NotCanonical
 
 log = logging.getLogger("handrail.reconciler")
 

@@ -18,12 +18,12 @@ from typing import Any, Final
 
 from handrail.agent import protocol
 from handrail.agent.effects import Effect, Terms
-from handrail.agent.errors import InvalidDefinition
 from handrail.agent.loop import permission, plain
 from handrail.agent.protocol import Dispatch, Go, Locked, Ruling
 from handrail.agent.stage import End, InvokeTool, Reply, executable
 from handrail.agent.tools import Invalid, Permit, Tool
 from handrail.agent.workflow import Workflow
+from handrail.errors import InvalidDefinition
 from handrail.ledger.ledger import Ledger, Ruled, UndoPlan
 from handrail.ledger.lock import IntentLock, Refusal
 from handrail.reconciler.errands import Errand

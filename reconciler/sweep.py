@@ -22,13 +22,13 @@ from typing import Any, Final
 
 from handrail.agent import protocol
 from handrail.agent.effects import Answer, Effect, EffectStatus, NoAnswer, resolve
-from handrail.agent.errors import HandrailError
 from handrail.agent.protocol import Locked, Ruling
 from handrail.agent.stage import End
 from handrail.agent.status import RunStatus
 from handrail.agent.tools import Tool
 from handrail.agent.workflow import Workflow
 from handrail.broker.message import StepMessage
+from handrail.errors import HandrailError
 from handrail.ledger.database import ConnectionLost
 from handrail.ledger.ledger import DueStep, Ledger, Ruled
 from handrail.ledger.lock import IntentLock, LocalLock

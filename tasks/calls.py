@@ -16,9 +16,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from handrail.agent.canonical import Json
 from handrail.agent.stage import End
 from handrail.agent.tools import Principal
+from handrail.canonical import Json
 
 
 @dataclass(frozen=True, slots=True)

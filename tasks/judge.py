@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 from typing import Any, Final
 
-from handrail.agent.canonical import Json, canonical
 from handrail.agent.effects import Absent, Applied, NoAnswer, Pending
-from handrail.agent.errors import NotCanonical, ToolRefused, ToolUnclear
 from handrail.agent.stage import Doubtful, End, Refused, Reply, Succeeded
 from handrail.agent.tools import RunFacts, ToolContract
+from handrail.canonical import Json, canonical
+from handrail.errors import NotCanonical, ToolRefused, ToolUnclear
 from handrail.tasks.calls import Called
 
 log = logging.getLogger("handrail.tasks")

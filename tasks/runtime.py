@@ -20,9 +20,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from handrail.agent.errors import HandrailError, InvalidDefinition
 from handrail.agent.workflow import Workflow
 from handrail.broker.message import StepMessage
+from handrail.errors import HandrailError, InvalidDefinition
 from handrail.gateway.model import ModelGateway
 from handrail.ledger.database import ConnectionLost
 from handrail.ledger.ledger import Claim, DueStep, Ledger, StepEnd

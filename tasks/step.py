@@ -20,7 +20,6 @@ from pydantic import BaseModel
 
 from handrail.agent import machine, protocol, trace
 from handrail.agent.budget import Phase, call_limit, charge_more
-from handrail.agent.canonical import Json, canonical, normal
 from handrail.agent.effects import (
     CompensationRecord,
     Doubt,
@@ -28,7 +27,6 @@ from handrail.agent.effects import (
     Terms,
     upstream_key,
 )
-from handrail.agent.errors import InvariantBroken, NotCanonical, ToolRefused
 from handrail.agent.loop import observation_of
 from handrail.agent.machine import Mode, RunState, Turn
 from handrail.agent.protocol import Go, Locked, Ruling
@@ -57,6 +55,8 @@ from handrail.agent.tools import Tool, ToolContract, contract_hash
 from handrail.agent.trace import TraceEvent
 from handrail.agent.workflow import Workflow
 from handrail.broker.message import StepMessage
+from handrail.canonical import Json, canonical, normal
+from handrail.errors import InvariantBroken, NotCanonical, ToolRefused
 from handrail.gateway.model import Folded, ModelRequest, OutputOverflow, fold, may_pass
 from handrail.ledger.database import ConnectionLost
 from handrail.ledger.errors import DatabaseUnavailable

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from handrail import Fleet
-from handrail.agent.canonical import Json
 from handrail.broker.loop import shared_loop
+from handrail.canonical import Json
 
 #: How long a test waits for what must come; only a failing test waits that long.
 PATIENCE_S = 10.0

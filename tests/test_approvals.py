@@ -11,13 +11,13 @@ import pytest
 from pydantic import BaseModel
 
 from handrail.agent.approvals import ApprovalRefused
-from handrail.agent.errors import InvalidDefinition
 from handrail.agent.fixed import Done
 from handrail.agent.people import InvalidWords, NotAllowed
 from handrail.agent.stage import Action
 from handrail.agent.tools import Principal
 from handrail.agent.workflow import Check, Commit, Confirm
 from handrail.desk import TooManyDecisions, UnknownMatter
+from handrail.errors import InvalidDefinition
 from handrail.fleet import Fleet
 from handrail.settings import Settings
 from handrail.testing.people import ADMIN, APPROVER, OPERATOR, agree, disagree

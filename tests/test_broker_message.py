@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from handrail.agent.errors import BadInput
 from handrail.broker.message import MAX_MESSAGE_BYTES, BadMessage, StepMessage
+from handrail.errors import BadInput
 
 WHOLE = StepMessage(
     run_id="run_01-A",

@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from handrail.agent.errors import HandrailError
 from handrail.broker import pool as pool_module
 from handrail.broker.app import make_app
 from handrail.broker.loop import shared_loop
 from handrail.broker.message import BadMessage
 from handrail.broker.pool import LoopPool, LoopTask, Payload, payload_of
 from handrail.broker.refusals import REFUSALS
+from handrail.errors import HandrailError
 
 SECONDS = 20.0
 

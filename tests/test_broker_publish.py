@@ -20,13 +20,13 @@ import redis
 from celery import Celery
 from kombu.exceptions import OperationalError
 
-from handrail.agent.errors import TryLater
 from handrail.broker.app import make_app, verify_redis
 from handrail.broker.message import STEP_TASK, STEPS_QUEUE, StepMessage
 from handrail.broker.pool import payload_of
 from handrail.broker.publish import Publisher, PublishFailed
 from handrail.broker.redis_client import redis_client
 from handrail.embedded import packaged_binary
+from handrail.errors import TryLater
 from handrail.keeper import KeptProcess
 
 SECONDS = 20.0

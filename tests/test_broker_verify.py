@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from handrail.agent.errors import BadInput
 from handrail.broker.app import (
     HOST_QUEUE,
     RECONCILE_QUEUE,
@@ -26,6 +25,7 @@ from handrail.broker.app import (
 from handrail.broker.message import STEP_TASK, STEPS_QUEUE, StepMessage
 from handrail.broker.redis_client import redis_client
 from handrail.broker.verify import CANVAS_TASKS
+from handrail.errors import BadInput
 
 REDIS = "redis://localhost:6379/0"
 BROKERS = [

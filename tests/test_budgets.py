@@ -26,13 +26,13 @@ from handrail.agent.budget import (
     charge_more,
     worst_case_ms,
 )
-from handrail.agent.errors import InvalidBudget, InvalidDefinition
 from handrail.agent.fixed import Verify
 from handrail.agent.retry import Retry
 from handrail.agent.stage import Action, Stage
 from handrail.agent.status import Reason
 from handrail.agent.tools import FOREVER, Principal, Tool, ToolContract
 from handrail.broker.message import StepMessage
+from handrail.errors import InvalidBudget, InvalidDefinition
 from handrail.gateway.model import (
     RAW,
     Folded,

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from handrail.agent.canonical import MAX_DEPTH, canonical, digest, normal, parse_json
-from handrail.agent.errors import NotCanonical
 from handrail.agent.tools import SideEffect, ToolContract, fingerprint
+from handrail.canonical import MAX_DEPTH, canonical, digest, normal, parse_json
+from handrail.errors import NotCanonical
 from tests.reference_runner import same_text
 
 LOOKUP = ToolContract(name="lookup", side_effect=SideEffect.READ)

@@ -15,12 +15,12 @@ import pytest
 from handrail import Action, AgentLoop, Check, Proceed, Read, Workflow
 from handrail.agent.capability import Capability, resource_of
 from handrail.agent.commands import command_from_json, command_to_json
-from handrail.agent.errors import ToolRefused
 from handrail.agent.proposal import ToolProposal
 from handrail.agent.protocol import Halt, Ruling
 from handrail.agent.stage import End, Frame, Leaf, Move, Proposed, View
 from handrail.agent.stage import Event as StageEvent
 from handrail.agent.status import Reason, RunStatus
+from handrail.errors import ToolRefused
 from handrail.tasks.calls import ToolCall
 from handrail.testing.people import agree
 from handrail.testing.virtual_fleet import VirtualFleet

@@ -13,14 +13,14 @@ import pytest
 
 from handrail.agent import protocol
 from handrail.agent.budget import Budget
-from handrail.agent.canonical import Json
 from handrail.agent.effects import Pending
-from handrail.agent.errors import InvalidDefinition
 from handrail.agent.review import findings
 from handrail.agent.stage import Action, End
 from handrail.agent.status import RunStatus
 from handrail.agent.tools import FOREVER, Compensation, Principal, SideEffect
 from handrail.agent.workflow import AgentLoop, Commit, Workflow
+from handrail.canonical import Json
+from handrail.errors import InvalidDefinition
 from handrail.fleet import Fleet, ask_bounded
 from handrail.reconciler.sweep import ask_directly
 from handrail.runs import Run

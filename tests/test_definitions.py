@@ -9,9 +9,9 @@ from typing import Any, Final
 import pytest
 
 from handrail import Action, AgentLoop, Commit, Confirm, Fleet, Workflow
-from handrail.agent.errors import InvalidDefinition
 from handrail.agent.protocol import handoff_of
 from handrail.agent.tools import FOREVER, Compensation, RunFacts, SideEffect, Tool
+from handrail.errors import InvalidDefinition
 from handrail.tasks.calls import ToolCall
 from handrail.testing.virtual_fleet import VirtualFleet
 from tests.test_protocol import STATE, effect

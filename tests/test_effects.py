@@ -41,7 +41,6 @@ from handrail.agent.effects import (
     upstream_key,
     without_query,
 )
-from handrail.agent.errors import InvalidDefinition
 from handrail.agent.stage import Doubtful, End, Refused, Reply, Succeeded
 from handrail.agent.tools import (
     FOREVER,
@@ -52,6 +51,7 @@ from handrail.agent.tools import (
     SideEffect,
     ToolContract,
 )
+from handrail.errors import InvalidDefinition
 
 S: Final = EffectStatus
 STALL_MS: Final = 20_000

@@ -16,10 +16,10 @@ from pydantic import BaseModel
 
 from handrail import AgentLoop, Budget, Fleet, Workflow
 from handrail.agent import review
-from handrail.agent.canonical import dumps
 from handrail.agent.tools import FOREVER, RunFacts
 from handrail.broker.loop import shared_loop
 from handrail.broker.message import StepMessage
+from handrail.canonical import dumps
 from handrail.gateway.model import ModelEvent, ModelRequest, Scripted, Stop, Text, ToolCall
 from handrail.ledger.lock import LocalLock
 from handrail.runs import Run

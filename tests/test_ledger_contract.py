@@ -24,9 +24,7 @@ import pytest
 
 from handrail.agent.approvals import ApprovalRefused
 from handrail.agent.budget import Budget, BudgetLeft, Phase, charge
-from handrail.agent.canonical import Json
 from handrail.agent.effects import EffectStatus, Terms, upstream_key
-from handrail.agent.errors import InvariantBroken, ToolRefused
 from handrail.agent.fixed import Commit, Confirm, Read
 from handrail.agent.people import MAX_WORDS
 from handrail.agent.protocol import Locked, Ruling
@@ -34,6 +32,8 @@ from handrail.agent.stage import Action
 from handrail.agent.status import Reason, RunStatus
 from handrail.agent.tools import FOREVER
 from handrail.broker.message import StepMessage
+from handrail.canonical import Json
+from handrail.errors import InvariantBroken, ToolRefused
 from handrail.fleet import InvalidQuery, InvalidRun
 from handrail.ledger.database import ConnectionLost
 from handrail.ledger.errors import (

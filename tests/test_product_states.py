@@ -16,13 +16,13 @@ from pydantic import BaseModel, field_validator
 from handrail.agent import review
 from handrail.agent.approvals import ApprovalTerms
 from handrail.agent.budget import TASK_TYPES, Budget, CallLimits
-from handrail.agent.errors import BadInput, InvalidBudget, InvalidDefinition, ToolRefused
 from handrail.agent.fixed import Deny, HandOff, Judgement, Proceed
 from handrail.agent.loop import AgentLoop
 from handrail.agent.retry import Retry
 from handrail.agent.stage import Action, Checked
 from handrail.agent.tools import Permit, Principal, RunFacts, Tool
 from handrail.agent.workflow import Check, Commit, Confirm, Read, Verify
+from handrail.errors import BadInput, InvalidBudget, InvalidDefinition, ToolRefused
 from handrail.fleet import Fleet
 from handrail.runs import Run
 from handrail.tasks.calls import ToolCall

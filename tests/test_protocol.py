@@ -24,7 +24,6 @@ from handrail.agent.approvals import (
     Token,
 )
 from handrail.agent.budget import Budget, BudgetLeft, CallLimits
-from handrail.agent.canonical import canonical
 from handrail.agent.effects import (
     EFFECT_MOVES,
     QUERIES_PER_DISPATCH,
@@ -41,7 +40,6 @@ from handrail.agent.effects import (
     Terms,
     Trigger,
 )
-from handrail.agent.errors import IllegalTransition
 from handrail.agent.loop import AgentLoop
 from handrail.agent.machine import RunState
 from handrail.agent.people import Act, Role
@@ -77,6 +75,8 @@ from handrail.agent.tools import (
 )
 from handrail.agent.trace import RUN_RESUMED, RUN_STOPPED
 from handrail.agent.workflow import Workflow
+from handrail.canonical import canonical
+from handrail.errors import IllegalTransition
 
 R, E = RunStatus, EffectStatus
 NOW: Final = 1_000_000

@@ -8,10 +8,10 @@ from typing import Any, Final
 import pytest
 
 from handrail.agent.approvals import ApprovalRefused
-from handrail.agent.errors import InvalidDefinition
 from handrail.agent.loop import AgentLoop
 from handrail.agent.people import InvalidWords, NotAllowed
 from handrail.agent.tools import Principal
+from handrail.errors import InvalidDefinition
 from handrail.ledger.errors import UnknownRun
 from handrail.testing.people import ADMIN, APPROVER, OPERATOR
 from tests.world import SECOND, World, look, open_world

@@ -14,12 +14,12 @@ import pytest
 
 from handrail.agent import protocol
 from handrail.agent.budget import Budget
-from handrail.agent.canonical import Json
 from handrail.agent.effects import QUERIES_PER_DISPATCH, Absent, Applied, NoAnswer, Pending
-from handrail.agent.errors import TryLater
 from handrail.agent.protocol import Outcome
 from handrail.agent.stage import End, Succeeded
 from handrail.agent.tools import FOREVER
+from handrail.canonical import Json
+from handrail.errors import TryLater
 from handrail.ledger import statements
 from handrail.ledger.ledger import POSTPONE_MS
 from handrail.ledger.statements import REPUBLISH_MAX_MS, REPUBLISH_MS

@@ -10,8 +10,6 @@ from typing import Any, Final
 import pytest
 
 from handrail.agent.budget import Budget
-from handrail.agent.canonical import Json
-from handrail.agent.errors import IllegalTransition, InvalidDefinition, ToolRefused
 from handrail.agent.fixed import Deny, Judgement, Proceed
 from handrail.agent.machine import Mode
 from handrail.agent.retry import Retry
@@ -27,6 +25,8 @@ from handrail.agent.workflow import (
     Verify,
     Workflow,
 )
+from handrail.canonical import Json
+from handrail.errors import IllegalTransition, InvalidDefinition, ToolRefused
 from handrail.runs import Run
 from handrail.tasks.calls import ToolCall
 from handrail.testing.people import agree

@@ -13,14 +13,14 @@ import pytest
 
 from handrail import sign_report
 from handrail.agent.budget import Budget
-from handrail.agent.canonical import Json
 from handrail.agent.effects import upstream_key
-from handrail.agent.errors import InvalidDefinition, ToolRefused
 from handrail.agent.fixed import Proceed
 from handrail.agent.protocol import Reported
 from handrail.agent.stage import Action
 from handrail.agent.tools import FOREVER
 from handrail.agent.workflow import Check, Commit
+from handrail.canonical import Json
+from handrail.errors import InvalidDefinition, ToolRefused
 from handrail.reports import (
     AHEAD_MS,
     OLDEST_MS,

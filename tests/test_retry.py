@@ -29,9 +29,9 @@ from handrail import (
     Workflow,
 )
 from handrail.agent.budget import BudgetLeft, CallLimits, charge_more
-from handrail.agent.errors import InvalidDefinition, ToolRefused, ToolUnclear
 from handrail.agent.status import Reason
 from handrail.agent.tools import FOREVER, Principal, RunFacts, Tool
+from handrail.errors import InvalidDefinition, ToolRefused, ToolUnclear
 from handrail.gateway.model import ModelBroke, Scripted
 from handrail.runs import Run
 from handrail.tasks.calls import ToolCall

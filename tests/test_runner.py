@@ -16,9 +16,9 @@ import pytest
 
 from handrail import AgentLoop, Fleet, ToolCall, ToolUnclear, Workflow
 from handrail.agent.budget import Budget, CallLimits
-from handrail.agent.errors import BadInput, InvalidBudget
 from handrail.agent.protocol import Locked
 from handrail.agent.tools import FOREVER, Tool
+from handrail.errors import BadInput, InvalidBudget
 from handrail.gateway.model import RAW, ModelEvent, ModelRequest, Scripted, Stop
 from handrail.gateway.model import ToolCall as ModelCall
 from handrail.ledger.ledger import Ruled

@@ -15,9 +15,9 @@ from typing import Any, Final
 import pytest
 
 from handrail.agent.budget import Budget
-from handrail.agent.canonical import Json
 from handrail.agent.effects import upstream_key
 from handrail.broker.message import StepMessage
+from handrail.canonical import Json
 from handrail.reports import UnknownIntent, sign_report
 from handrail.testing.people import agree
 from tests.world import STALL_MS, ClockedLock, Outside, Service, World, check, clear, look

@@ -12,10 +12,8 @@ from typing import Any, Final
 
 import pytest
 
-from handrail.agent.canonical import Json
 from handrail.agent.commands import command_from_json
 from handrail.agent.effects import upstream_key
-from handrail.agent.errors import InvalidDefinition, ToolRefused, ToolUnclear
 from handrail.agent.fixed import Commit, Confirm, Read
 from handrail.agent.machine import RunState
 from handrail.agent.protocol import Go, Halt, Locked, dispatch
@@ -23,6 +21,8 @@ from handrail.agent.review import findings
 from handrail.agent.stage import Action, InvokeTool, arguments_hash
 from handrail.agent.status import RunStatus
 from handrail.broker.message import StepMessage
+from handrail.canonical import Json
+from handrail.errors import InvalidDefinition, ToolRefused, ToolUnclear
 from handrail.fleet import InvalidRun
 from handrail.ledger.errors import RunExists
 from handrail.testing.people import agree

@@ -15,7 +15,6 @@ from handrail import AgentLoop, Fleet, ToolCall, Workflow
 from handrail.agent import machine, protocol
 from handrail.agent.approvals import ApprovalRefused
 from handrail.agent.budget import Budget
-from handrail.agent.errors import IllegalTransition
 from handrail.agent.machine import RunState
 from handrail.agent.protocol import Locked, Ruling
 from handrail.agent.stage import AskModel, End, Proposed, Stop, Succeeded
@@ -30,6 +29,7 @@ from handrail.agent.status import (
 )
 from handrail.agent.tools import FOREVER, Tool
 from handrail.broker.message import StepMessage
+from handrail.errors import IllegalTransition
 from handrail.gateway.model import Scripted
 from handrail.ledger.database import Database
 from handrail.ledger.ledger import Claim, Ledger, StepEnd

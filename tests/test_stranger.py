@@ -18,12 +18,12 @@ import pytest
 from handrail import AgentLoop, Budget, Fleet, Workflow
 from handrail.agent.approvals import ApprovalRefused
 from handrail.agent.budget import CallLimits
-from handrail.agent.errors import BadInput, InvalidBudget, InvalidDefinition
 from handrail.agent.fixed import Check, Confirm, Deny, HandOff, Proceed, Read, Verify
 from handrail.agent.people import InvalidWords, NotAllowed
 from handrail.agent.stage import Checked, End, Succeeded
 from handrail.agent.tools import Principal, Tool
 from handrail.broker.loop import SharedLoop, shared_loop
+from handrail.errors import BadInput, InvalidBudget, InvalidDefinition
 from handrail.fleet import (
     InvalidQuery,
     InvalidRun,

@@ -16,8 +16,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from handrail import AgentLoop, Budget, Fleet, Read, Workflow
-from handrail.agent.canonical import Json, canonical, normal
-from handrail.agent.errors import InvalidDefinition, ToolRefused
 from handrail.agent.loop import NoProgress
 from handrail.agent.stage import Checked
 from handrail.agent.status import CATALOGUE, STOPS, Category, Reason, RunEvent, Termination
@@ -31,6 +29,8 @@ from handrail.agent.tools import (
     Validated,
     fingerprint,
 )
+from handrail.canonical import Json, canonical, normal
+from handrail.errors import InvalidDefinition, ToolRefused
 from handrail.gateway.model import RAW, ModelEvent, ModelRequest, Scripted, Stop, ToolCall
 from handrail.runs import Run
 from handrail.testing.vectors import replay

@@ -11,7 +11,6 @@ from typing import Any, Final
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from handrail.agent.errors import InvalidDefinition
 from handrail.agent.fixed import Done, HandOff, Judgement, Proceed
 from handrail.agent.handoffs import NEEDED, IncompleteHandoff, must_be_complete
 from handrail.agent.loop import AgentLoop
@@ -20,6 +19,7 @@ from handrail.agent.stage import Action, Checked, Stage
 from handrail.agent.tools import RunFacts, Tool
 from handrail.agent.workflow import Check, Commit, Confirm, Read, Verify, Workflow
 from handrail.desk import Handoff
+from handrail.errors import InvalidDefinition
 from handrail.ledger.database import ConnectionLost
 from handrail.runs import Run
 from handrail.tasks.calls import ToolCall

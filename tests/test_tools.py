@@ -14,7 +14,6 @@ from pydantic import AfterValidator, BaseModel
 
 from handrail import Action, AgentLoop, Commit, Confirm, Read, Workflow
 from handrail.agent.budget import Budget, CallLimits
-from handrail.agent.errors import InvalidDefinition
 from handrail.agent.stage import End
 from handrail.agent.tools import (
     FOREVER,
@@ -32,6 +31,7 @@ from handrail.agent.tools import (
     Validated,
     fingerprint,
 )
+from handrail.errors import InvalidDefinition
 from handrail.gateway.model import Scripted
 from handrail.tasks.calls import ToolCall, call
 from handrail.testing.people import agree

@@ -19,15 +19,15 @@ import time_machine
 from pydantic import BaseModel
 
 from handrail.agent.approvals import ApprovalRefused
-from handrail.agent.canonical import digest
-from handrail.agent.errors import BadInput
 from handrail.agent.fixed import Done
 from handrail.agent.people import MAY, Act, NotAllowed, Role
 from handrail.agent.resolution import ResolutionRefused
 from handrail.agent.stage import Action, arguments_hash
 from handrail.agent.tools import Principal
 from handrail.agent.workflow import Check, Commit, Confirm
+from handrail.canonical import digest
 from handrail.desk import Desk, NotYours, UnknownMatter
+from handrail.errors import BadInput
 from handrail.fleet import Fleet
 from handrail.ledger.errors import UnknownRun
 from handrail.testing.people import ADMIN, APPROVER, OPERATOR, agree

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from handrail.agent.canonical import canonical
-from handrail.agent.errors import InvalidBudget
+from handrail.canonical import canonical
+from handrail.errors import InvalidBudget
 from handrail.testing import vectors
 from handrail.testing.__main__ import main
 from handrail.testing.fleet_vectors import FLEET

@@ -15,9 +15,9 @@ import pytest
 from pydantic import BaseModel
 
 from handrail import AgentLoop, Budget, Fleet, Workflow
-from handrail.agent.canonical import digest, dumps
 from handrail.agent.stage import Checked
 from handrail.agent.tools import Permit, Principal, RunFacts
+from handrail.canonical import digest, dumps
 from handrail.gateway.model import (
     RAW,
     ModelEvent,

@@ -24,8 +24,6 @@ import pytest
 
 from handrail.agent import review
 from handrail.agent.budget import Budget, CallLimits
-from handrail.agent.canonical import Json
-from handrail.agent.errors import ToolRefused, ToolUnclear
 from handrail.agent.loop import AgentLoop
 from handrail.agent.protocol import Locked, Ruling
 from handrail.agent.stage import Stage
@@ -33,6 +31,8 @@ from handrail.agent.status import TERMINAL, TRANSITIONS, RunEvent, RunStatus
 from handrail.agent.tools import FOREVER, Compensation, Tool
 from handrail.agent.workflow import Workflow
 from handrail.broker.message import StepMessage
+from handrail.canonical import Json
+from handrail.errors import ToolRefused, ToolUnclear
 from handrail.fleet import Fleet
 from handrail.ledger.database import ConnectionLost, Database
 from handrail.ledger.ledger import Claim, DueStep, Ledger, StepEnd

@@ -6,8 +6,8 @@ import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
-from handrail.agent.errors import BadInput
 from handrail.agent.people import says_something
+from handrail.errors import BadInput
 from handrail.terminal import visible
 
 

@@ -19,14 +19,13 @@ from celery.signals import worker_ready
 from kombu.utils.url import maybe_sanitize_url
 from typer.core import TyperGroup
 
-from handrail.agent.canonical import Json, parse_json
 from handrail.agent.effects import EffectStatus
-from handrail.agent.errors import HandrailError, InvalidBudget, NotCanonical
 from handrail.agent.machine import Mode
 from handrail.agent.pauses import InvalidPause, Scope
 from handrail.agent.review import rounds as rounds_of
 from handrail.agent.status import RunStatus
 from handrail.agent.tools import Principal
+from handrail.canonical import Json, parse_json
 from handrail.cli import approvals, audit, handoffs
 from handrail.cli import doctor as doctor_
 from handrail.cli import reconcile as sweeps
@@ -52,6 +51,7 @@ from handrail.cli.options import (
     time_of,
 )
 from handrail.cli.review import reviewed, show_review, show_rounds
+from handrail.errors import HandrailError, InvalidBudget, NotCanonical
 from handrail.fleet import InvalidRun
 from handrail.ledger.database import ConnectionLost
 from handrail.ledger.errors import DatabaseUnavailable

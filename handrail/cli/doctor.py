@@ -8,10 +8,10 @@ from typing import Any, Final
 
 from kombu.utils.url import maybe_sanitize_url
 
-from handrail.agent.errors import HandrailError
 from handrail.broker.app import verify_app, verify_server
 from handrail.cli.ground import for_reading
 from handrail.cli.options import lasting
+from handrail.errors import HandrailError
 from handrail.fleet import Fleet
 from handrail.ledger.database import ConnectionLost
 from handrail.ledger.errors import DatabaseUnavailable

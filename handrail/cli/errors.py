@@ -8,9 +8,9 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from handrail.agent.approvals import ApprovalRefused
-from handrail.agent.errors import BadInput, HandrailError, TryLater
 from handrail.agent.resolution import ResolutionRefused
 from handrail.broker.verify import UnsafeConfiguration
+from handrail.errors import BadInput, HandrailError, TryLater
 from handrail.terminal import visible
 
 FAILED: Final = 1

@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
-from handrail.agent.errors import BadInput, HandrailError
+from handrail.errors import BadInput, HandrailError
 from handrail.fleet import Fleet
 
 

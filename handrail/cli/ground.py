@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
-from handrail.agent.errors import BadInput
+from handrail.errors import BadInput
 from handrail.fleet import Fleet
 from handrail.ledger.database import ledger_file
 from handrail.shared_valkey import SharedValkey, ended_with, find, shared_valkey

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Final
 
 import typer
 
-from handrail.agent.errors import BadInput
+from handrail.errors import BadInput
 
 JSON_WANTED: Final = "handrail.json"
 #: What stands in a hint for a person's own words; no command takes it for any.

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from handrail.agent import review
-from handrail.agent.canonical import Json
 from handrail.agent.status import RunStatus
+from handrail.canonical import Json
 from handrail.fleet import Fleet
 from handrail.terminal import compact, console, details, heading, say, table
 

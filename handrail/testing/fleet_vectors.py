@@ -15,9 +15,9 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from handrail.agent.canonical import Json
-from handrail.agent.errors import ToolRefused, ToolUnclear
 from handrail.agent.stage import Doubtful, End, Refused, Succeeded
+from handrail.canonical import Json
+from handrail.errors import ToolRefused, ToolUnclear
 from handrail.gateway.model import RAW, ModelEvent, ModelRequest, Stop, ToolCall
 from handrail.testing.vectors import (
     Driver,

@@ -17,8 +17,6 @@ from typing import Any, ClassVar, Final
 
 from handrail.agent import machine, trace
 from handrail.agent.budget import Budget, BudgetLeft, CallLimits, call_limit, charge
-from handrail.agent.canonical import Json, canonical, dumps, normal, parse_json
-from handrail.agent.errors import BadInput, InvalidBudget, NotCanonical
 from handrail.agent.loop import AgentLoop, observation_of
 from handrail.agent.machine import RunState, Turn
 from handrail.agent.stage import (
@@ -50,6 +48,8 @@ from handrail.agent.tools import (
 )
 from handrail.agent.trace import TraceEvent
 from handrail.agent.workflow import Workflow
+from handrail.canonical import Json, canonical, dumps, normal, parse_json
+from handrail.errors import BadInput, InvalidBudget, NotCanonical
 
 #: The events that are compared, with the keys of their detail that are.
 COMPARED: Final[Mapping[str, frozenset[str]]] = {

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from handrail.agent.effects import QUERIES_PER_DISPATCH
-from handrail.agent.errors import IllegalTransition
 from handrail.agent.status import TERMINAL, Reason, RunStatus, category_of
+from handrail.errors import IllegalTransition
 from handrail.ledger.database import Database
 from tests.chaos.app import intent_key
 from tests.chaos.kinds import BY_NAME, CANARY, READ

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from handrail.agent.approvals import ApprovalRefused
-from handrail.agent.errors import TryLater
+from handrail.errors import TryLater
 from handrail.ledger.database import ConnectionLost, Database
 from handrail.ledger.errors import DatabaseUnavailable
 from handrail.testing.people import APPROVER

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from handrail.agent.budget import Budget
-from handrail.agent.canonical import Json
-from handrail.agent.errors import ToolRefused, ToolUnclear
 from handrail.agent.loop import AgentLoop
 from handrail.agent.retry import ModelRetry
 from handrail.agent.stage import Action, Checked
@@ -22,6 +20,8 @@ from handrail.agent.status import TERMINAL, WITH_PERSON, RunStatus
 from handrail.agent.tools import Compensation, RunFacts, Tool
 from handrail.agent.workflow import Commit, Confirm, Read, Verify, Workflow
 from handrail.broker.message import StepMessage
+from handrail.canonical import Json
+from handrail.errors import ToolRefused, ToolUnclear
 from handrail.fleet import Fleet
 from handrail.ledger.ledger import Ledger
 from handrail.ledger.lock import Refusal

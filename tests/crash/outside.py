@@ -15,8 +15,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Final
 
-from handrail.agent.canonical import Json
 from handrail.broker.message import StepMessage
+from handrail.canonical import Json
 from handrail.ledger.lock import Refusal
 from handrail.tasks.calls import ToolCall
 

@@ -17,7 +17,6 @@ from unittest import mock
 
 from handrail.agent import effects, machine, protocol, resolution
 from handrail.agent.budget import Phase
-from handrail.agent.canonical import digest
 from handrail.agent.effects import (
     UNRESOLVED,
     Absent,
@@ -34,6 +33,7 @@ from handrail.agent.stage import End, Refused, Reply, Succeeded, Verdict
 from handrail.agent.status import RunStatus
 from handrail.agent.tools import FOREVER
 from handrail.agent.trace import RUN_STOPPED
+from handrail.canonical import digest
 from handrail.gateway.model import ModelEvent, ModelRequest
 from handrail.ledger import ledger as ledger_module
 from handrail.ledger import statements

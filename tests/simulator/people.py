@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from handrail.agent.approvals import Approval
-from handrail.agent.errors import BadInput
 from handrail.agent.people import Role
 from handrail.agent.resolution import Choice, Resolution
 from handrail.agent.status import Reason
 from handrail.agent.tools import Principal
 from handrail.desk import Handoff
+from handrail.errors import BadInput
 from handrail.ledger.database import ConnectionLost
 from handrail.ledger.errors import DatabaseUnavailable
 from tests.simulator.actors import Asker

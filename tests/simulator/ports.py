@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import redis
 
-from handrail.agent.canonical import Json
-from handrail.agent.errors import ToolUnclear
 from handrail.agent.protocol import Locked, Ruling
 from handrail.broker.message import StepMessage
+from handrail.canonical import Json
+from handrail.errors import ToolUnclear
 from handrail.gateway.model import RAW, ModelEvent, ModelRequest, Stop, Text, ToolCall
 from handrail.ledger import lock as lock_module
 from handrail.ledger.database import ConnectionLost, Database

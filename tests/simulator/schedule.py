@@ -14,10 +14,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
-from handrail.agent.errors import HandrailError
 from handrail.agent.status import TERMINAL, WITH_PERSON
 from handrail.broker.message import BadMessage, StepMessage
 from handrail.broker.publish import PublishFailed
+from handrail.errors import HandrailError
 from handrail.ledger.database import ConnectionLost
 from handrail.ledger.errors import DatabaseUnavailable
 from handrail.reconciler.sweep import Reconciler

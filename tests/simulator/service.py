@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from handrail.agent.canonical import Json
 from handrail.agent.effects import Pending
-from handrail.agent.errors import ToolRefused
 from handrail.agent.tools import FOREVER
+from handrail.canonical import Json
+from handrail.errors import ToolRefused
 from handrail.tasks.calls import ToolCall
 
 STALL_MS: Final = 20_000

@@ -500,7 +500,7 @@ def create_pauses() -> None:
 
 def refuse_updates() -> None:
     """Let nobody rewrite a record. Deleting stays allowed: whole runs are pruned."""
-    postgres = op.get_bind().dialect.name == "postgresql"
+    postgres = op.get_context().dialect.name == "postgresql"
     if postgres:
         op.execute(
             """
@@ -527,7 +527,7 @@ def vacuum_runs_often() -> None:
     A run moves in the wake index with every claim and every commit, so no update of it can be
     heap-only (a lower fill factor gains nothing), and the sweep's scan meets every dead version.
     """
-    if op.get_bind().dialect.name == "postgresql":
+    if op.get_context().dialect.name == "postgresql":
         op.execute("ALTER TABLE handrail_run SET (autovacuum_vacuum_scale_factor = 0.01)")
 
 
@@ -554,5 +554,5 @@ def downgrade() -> None:
         "handrail_run",
     ):
         op.drop_table(table)  # with its indexes and triggers
-    if op.get_bind().dialect.name == "postgresql":
+    if op.get_context().dialect.name == "postgresql":
         op.execute("DROP FUNCTION handrail_append_only()")

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any, Final, TypeAlias
 
-from handrail.agent.errors import NotCanonical
+from handrail.errors import NotCanonical
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
