@@ -1,0 +1,1 @@
+"""What a web process needs of a fleet, without any agent code."""

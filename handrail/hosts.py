@@ -1,0 +1,1 @@
+"""How a run is accepted inside a host's own transaction."""

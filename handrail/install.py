@@ -1,0 +1,1 @@
+"""Handrail inside a Celery app that exists already."""

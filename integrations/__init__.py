@@ -1,0 +1,1 @@
+"""How existing applications use Handrail: one package for each web framework."""

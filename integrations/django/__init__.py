@@ -1,0 +1,1 @@
+"""Handrail in a Django project."""
