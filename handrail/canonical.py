@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from typing import Any, Final, TypeAlias
 
@@ -65,6 +65,24 @@ def canonical(value: object) -> str:
 def dumps(value: Json) -> str:
     """Write a value that is already in normal form."""
     return _WRITER.encode(value)
+
+
+def escaped(text: str) -> str:
+    """Write any text in ASCII, reversibly: NUL and lone surrogates can be stored and read back."""
+    return dumps(text)[1:-1]
+
+
+def plain(text: str) -> str:
+    """Read what `escaped` wrote."""
+    if "\\" not in text:
+        return text
+    return plains([text])[0]
+
+
+def plains(texts: Iterable[str]) -> list[str]:
+    """Read what `escaped` wrote, many at once."""
+    value: list[str] = json.loads("[" + ",".join(f'"{text}"' for text in texts) + "]")
+    return value
 
 
 def digest(*parts: str) -> str:

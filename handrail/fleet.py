@@ -64,7 +64,7 @@ from handrail.broker.message import SWEEP_TASK, TRACEPARENT_PATTERN, StepMessage
 from handrail.broker.publish import Publisher, PublishFailed
 from handrail.broker.signal import CancelSignal
 from handrail.broker.verify import UnsafeConfiguration
-from handrail.canonical import Json, canonical, normal
+from handrail.canonical import Json, canonical, escaped, normal
 from handrail.desk import Desk, InvalidQuery, must_see
 from handrail.errors import (
     BadInput,
@@ -77,7 +77,6 @@ from handrail.gateway.model import ModelGateway, Planner
 from handrail.ledger.errors import UnknownRun
 from handrail.ledger.ledger import DueStep, Ledger, NewRun, Ruled
 from handrail.ledger.lock import IntentLock, LocalLock, RedisLock
-from handrail.ledger.rows import escaped
 from handrail.ledger.schema import check_migrated
 from handrail.reconciler.sweep import Reconciler
 from handrail.reconciler.timer import SweepTimer

@@ -15,12 +15,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError
 
 from handrail.ledger.errors import DatabaseUnavailable, LedgerLocked, UnsupportedDatabase
+from handrail.ledger.session import PG_NOW, ConnectionLost, Session
 
 _BUSY_TIMEOUT_MS: Final = 10_000
 _CONNECT_TIMEOUT_S: Final = 5
@@ -34,20 +35,6 @@ _STATEMENT_TIMEOUT_MS: Final = 10_000
 _LOCK_TIMEOUT_MS: Final = 8_000
 #: Between two statements of a transaction there is nothing but arithmetic.
 _IDLE_TIMEOUT_MS: Final = 15_000
-
-
-class Session(Protocol):
-    """Something that runs statements: an autocommit connection, or an open transaction."""
-
-    def run(self, sql: str, params: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Run one statement and return its rows, if it has any."""
-        ...
-
-
-class ConnectionLost(Exception):
-    """The connection broke while a statement was under way: it may or may not have been
-    committed.
-    """
 
 
 def ledger_file(url: str) -> Path | None:
@@ -312,10 +299,6 @@ class _Open:
 
     def run(self, sql: str, params: Mapping[str, Any]) -> list[dict[str, Any]]:
         return self._database._execute(self._connection, sql, params)
-
-
-#: PostgreSQL's own time in milliseconds, moving within a transaction.
-PG_NOW: Final = "(extract(epoch FROM clock_timestamp()) * 1000)::bigint"
 
 
 def _use_wal(connection: sqlite3.Connection) -> None:

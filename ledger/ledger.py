@@ -16,7 +16,7 @@ from operator import itemgetter
 from typing import Any, Final, TypeVar
 
 from handrail.agent.approvals import Approval, IssuedToken
-from handrail.agent.budget import Budget, BudgetLeft, CallLimits, Phase
+from handrail.agent.budget import Budget, CallLimits, Phase
 from handrail.agent.effects import (
     CompensationRecord,
     Doubt,
@@ -45,24 +45,32 @@ from handrail.agent.stage import Answered, InvokeTool, Park, ParkKind
 from handrail.agent.status import CLAIMABLE, TERMINAL, WITH_PERSON, Reason, RunEvent, RunStatus
 from handrail.agent.tools import Principal
 from handrail.agent.trace import RUN_MOVED, TraceEvent
-from handrail.canonical import Json, canonical, dumps
+from handrail.canonical import Json, canonical, dumps, escaped, plain
 from handrail.errors import InvariantBroken
 from handrail.ledger import statements
-from handrail.ledger.database import PG_NOW, ConnectionLost, Database, Session
-from handrail.ledger.errors import DatabaseUnavailable, LedgerLocked, RunExists, UnknownRun
+from handrail.ledger.accept import (
+    REPUBLISH_MS,
+    DueStep,
+    Inserted,
+    NewRow,
+    accept,
+    snapshot,
+)
+from handrail.ledger.database import Database
+from handrail.ledger.errors import DatabaseUnavailable, LedgerLocked, UnknownRun
 from handrail.ledger.people import People, append_audit, last_act, was_written
 from handrail.ledger.rows import (
     Row,
     approval_of,
     effect_columns,
     effect_of,
-    escaped,
     events_text,
     handoff_row,
-    plain,
+    left_columns,
     state_columns,
     state_of,
 )
+from handrail.ledger.session import PG_NOW, ConnectionLost, Session, again
 
 LEASE_MS: Final = 30_000
 #: While so many handoffs of one subject are open, nothing new of it is dispatched.
@@ -73,8 +81,6 @@ ESCALATE_MS: Final = 4 * 3_600_000
 POSTPONE_MS: Final = 15_000
 #: Figures count no further: an operator needs no more than "very many".
 MOST_COUNTED: Final = 10_000
-#: How often a transaction whose connection broke is tried before the caller is told.
-TRIES: Final = 3
 
 _T = TypeVar("_T")
 _WIDEST: Final = {scope: rank for rank, scope in enumerate(Scope)}
@@ -162,19 +168,6 @@ class UndoPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class DueStep:
-    """A step that is due: what a message about it says. It grants nothing."""
-
-    run_id: str
-    step: int
-    epoch: int
-    deadline_at: int | None
-    remaining_ms: int | None
-    budget: dict[str, int]
-    traceparent: str | None
-
-
-@dataclass(frozen=True, slots=True)
 class Woken:
     """A run that the sweep has taken: a due step to publish again (`due`), or something to decide.
 
@@ -205,15 +198,6 @@ class NewRun:
     events: tuple[TraceEvent, ...]
     dedupe_key: str | None = None
     traceparent: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Inserted:
-    """What `insert_run` did: the run's id, whether it is new, and its first step if it is."""
-
-    run_id: str
-    created: bool
-    due: DueStep | None
 
 
 class Ledger:
@@ -253,7 +237,7 @@ class Ledger:
     @property
     def people(self) -> People:
         """What people are asked and what they do."""
-        return People(self.database, new_id=self._new_id, again=self._again)
+        return People(self.database, new_id=self._new_id)
 
     def now(self) -> int:
         """The ledger's time, in milliseconds since the epoch."""
@@ -267,92 +251,22 @@ class Ledger:
 
         With `session` it takes part in the caller's own transaction.
         """
+        row = row_of(new)
         if session is not None:
-            return self._insert(session, new)
-
-        def insert() -> Inserted:
-            if self._postgres:  # one statement, in autocommit
-                return self._insert(self.database, new)
-            with self.database.transaction() as tx:
-                return self._insert(tx, new)
-
+            return self._accept(session, row)
         # Natural keys make it repeatable: a lost answer is read back by the run's own id.
-        return self._again(insert)
+        return again(lambda: self._accepted(row))
 
-    def _insert(self, tx: Session, new: NewRun) -> Inserted:
-        working_ms = min(new.budget.deadline_ms, new.budget.expires_ms)
-        columns = {
-            "id": new.run_id,
-            "tenant": new.tenant,
-            "workflow": new.workflow,
-            "workflow_version": new.workflow_version,
-            "goal": escaped(new.goal),
-            "principal": dumps(new.principal.to_json()),
-            "input": canonical(new.input),
-            "budget": dumps(new.budget.to_json()),
-            "limits": dumps(dict(new.limits.to_json())),
-            "dedupe_key": None if new.dedupe_key is None else escaped(new.dedupe_key),
-            "traceparent": new.traceparent,
-            "mode": new.state.mode.value,
-            **state_columns(new.state),
-            "traced_status": new.state.status.value,
-            "phase": new.phase.value,
-            **_left_columns(new.state.left),
-            "trace_seq": len(new.events),
-        }
-        params = columns | {
-            "working_ms": working_ms,
-            "expires_ms": new.budget.expires_ms,
-            "writer": self._new_id(),
-            "events": events_text(new.events),
-            "per_tool": dumps(dict(new.budget.per_tool)),
-        }
-        inserted = tx.run(
-            statements.insert_run(self._postgres, tuple(columns)), self._timed(params)
-        )
-        if not inserted:
-            return self._existing(tx, new)
-        now = inserted[0]["now"]
-        if not self._postgres:
-            tx.run(statements.INSERT_FIRST_TRACE, params | {"now": now})
-            tx.run(statements.INSERT_ALLOWANCES, params)
-        due = DueStep(
-            new.run_id,
-            new.state.step,
-            0,
-            now + working_ms,
-            working_ms,
-            _snapshot(columns),
-            new.traceparent,
-        )
-        return Inserted(new.run_id, True, due)
+    def _accepted(self, row: NewRow) -> Inserted:
+        if self._postgres:  # one statement, in autocommit
+            return self._accept(self.database, row)
+        with self.database.transaction() as tx:
+            return self._accept(tx, row)
 
-    def _existing(self, tx: Session, new: NewRun) -> Inserted:
-        rows = tx.run(
-            "SELECT id, tenant, principal, workflow, goal, input, mode FROM handrail_run"
-            " WHERE id = :id OR (tenant = :tenant AND mode = :mode AND dedupe_key = :dedupe_key)",
-            {
-                "id": new.run_id,
-                "tenant": new.tenant,
-                "mode": new.state.mode.value,
-                "dedupe_key": None if new.dedupe_key is None else escaped(new.dedupe_key),
-            },
-        )
-        for row in rows:
-            if row["id"] != new.run_id:
-                return Inserted(row["id"], False, None)  # a double click is one run
-            asked = {
-                "id": new.run_id,
-                "tenant": new.tenant,
-                "principal": dumps(new.principal.to_json()),
-                "workflow": new.workflow,
-                "goal": escaped(new.goal),
-                "input": canonical(new.input),
-                "mode": new.state.mode.value,
-            }
-            if row == asked:
-                return Inserted(row["id"], False, None)
-        raise RunExists(new.run_id)
+    def _accept(self, tx: Session, row: NewRow) -> Inserted:
+        now = None if self._postgres else self.database.now()
+        writer = self._new_id()
+        return accept(tx, row, postgres=self._postgres, now=now, writer=writer)
 
     # ---- a step's path ---------------------------------------------------------------------------
 
@@ -413,7 +327,7 @@ class Ledger:
 
     def _claimed(self, params: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Read a run whose claim was not answered; its claim id tells ours from another's."""
-        rows = self._again(lambda: self._read(params["id"]))
+        rows = again(lambda: self._read(params["id"]))
         return [row for row in rows if row["claim_id"] == params["claim_id"]]
 
     def _together(
@@ -617,7 +531,7 @@ class Ledger:
 
     def observed(self, run_id: str, digest: str) -> bool:
         """Whether an observation is in the run's state already, however old."""
-        rows = self._again(
+        rows = again(
             lambda: self.database.run(
                 "SELECT 1 AS found FROM handrail_observation"
                 " WHERE run_id = :run_id AND digest = :digest",
@@ -769,7 +683,7 @@ class Ledger:
                 made[:] = [done]
                 return done
 
-        ruled = self._again(transact)
+        ruled = again(transact)
         if self._tell is not None:
             for notice in ruled.news:
                 self._tell(notice)
@@ -785,7 +699,7 @@ class Ledger:
             with self.database.transaction() as tx:
                 return self._lock(tx, run_id, None, None, None, handoff_id, hold=False)[0]
 
-        return self._again(read)
+        return again(read)
 
     def _wrote(self, tx: Session, run_id: str, writer: str) -> bool:
         """Whether a writer's ruling is there: asked under the lock of its run, for which a commit
@@ -800,7 +714,7 @@ class Ledger:
 
     def _ended(self, claim: Claim) -> bool:
         """Whether a claim's commit is in the trace: how one whose answer was lost is found."""
-        rows = self._again(
+        rows = again(
             lambda: self.database.run(
                 "SELECT 1 AS found FROM handrail_trace"
                 " WHERE run_id = :run_id AND seq = :seq AND writer = :writer",
@@ -1072,7 +986,7 @@ class Ledger:
         seq = row["trace_seq"]
         changes: dict[str, Any] = {
             **state_columns(state),
-            **_left_columns(state.left),
+            **left_columns(state.left),
             "traced_status": state.status.value if events else row["traced_status"],
             "trace_seq": seq + len(events),
             "effect_id": row["effect_id"],
@@ -1136,7 +1050,7 @@ class Ledger:
                 **when,
                 "due_at": due_at,
                 # What is due later has no message of its own: the sweep publishes it in time.
-                "wake_at": due_at if ruling.due_in_ms else due_at + statements.REPUBLISH_MS,
+                "wake_at": due_at if ruling.due_in_ms else due_at + REPUBLISH_MS,
                 "publishes": 0,
             }
         when |= {"due_at": None, "wake_at": None}
@@ -1425,9 +1339,7 @@ class Ledger:
             }
         )
         # A batch whose answer was lost comes again after its pause, repeated or not.
-        rows = self._again(
-            lambda: self.database.run(statements.due_for_sweep(self._postgres), params)
-        )
+        rows = again(lambda: self.database.run(statements.due_for_sweep(self._postgres), params))
         waiting = [row["id"] for row in rows if _waits_on_a_pause(row)]
         if waiting:
             put_off = self._put_off(waiting)
@@ -1570,7 +1482,7 @@ class Ledger:
 
     def read(self, run_id: str) -> dict[str, Any]:
         """Read one run's row with its state. Raises `UnknownRun`."""
-        rows = self._again(lambda: self._read(run_id))
+        rows = again(lambda: self._read(run_id))
         if not rows:
             raise UnknownRun(run_id)
         return {**rows[0], "state": state_of(rows[0], status="status")}
@@ -1688,7 +1600,7 @@ class Ledger:
 
     def find_effect(self, effect_id: str) -> Effect | None:
         """Read one effect; None where the intent was never planned."""
-        rows = self._again(
+        rows = again(
             lambda: self.database.run(
                 "SELECT * FROM handrail_effect WHERE id = :id", {"id": effect_id}
             )
@@ -1782,17 +1694,6 @@ class Ledger:
         quoted = (value.replace("\\", "\\\\").replace('"', '\\"') for value in values)
         return "{" + ",".join(f'"{value}"' for value in quoted) + "}"
 
-    def _again(self, act: Callable[[], _T]) -> _T:
-        for _ in range(TRIES - 1):
-            try:
-                return act()
-            except ConnectionLost:
-                continue
-        try:
-            return act()
-        except ConnectionLost as error:
-            raise DatabaseUnavailable(str(error)) from error
-
 
 @dataclass(frozen=True, slots=True)
 class Ruled:
@@ -1842,25 +1743,33 @@ def _untraced(traced: RunStatus, status: RunStatus, step: int) -> tuple[TraceEve
     return (TraceEvent(RUN_MOVED, step, detail),)
 
 
-def _left_columns(left: BudgetLeft) -> dict[str, int]:
-    return {
-        "steps_left": left.steps,
-        "model_calls_left": left.model_calls,
-        "tool_calls_left": left.tool_calls,
-        "tool_calls_reserved": left.tool_calls_reserved,
-        "compensations_reserved": left.compensations_reserved,
-        "tokens_left": left.tokens,
-        "cost_microusd_left": left.cost_microusd,
-        "output_bytes_left": left.output_bytes,
-    }
-
-
-def _snapshot(row: Row) -> dict[str, int]:
-    return {
-        "steps": row["steps_left"],
-        "model_calls": row["model_calls_left"],
-        "tool_calls": row["tool_calls_left"],
-    }
+def row_of(new: NewRun) -> NewRow:
+    """Write a new run as its row will be."""
+    return NewRow(
+        columns={
+            "id": new.run_id,
+            "tenant": new.tenant,
+            "workflow": new.workflow,
+            "workflow_version": new.workflow_version,
+            "goal": escaped(new.goal),
+            "principal": dumps(new.principal.to_json()),
+            "input": canonical(new.input),
+            "budget": dumps(new.budget.to_json()),
+            "limits": dumps(dict(new.limits.to_json())),
+            "dedupe_key": None if new.dedupe_key is None else escaped(new.dedupe_key),
+            "traceparent": new.traceparent,
+            "mode": new.state.mode.value,
+            **state_columns(new.state),
+            "traced_status": new.state.status.value,
+            "phase": new.phase.value,
+            **left_columns(new.state.left),
+            "trace_seq": len(new.events),
+        },
+        events=events_text(new.events),
+        per_tool=dumps(dict(new.budget.per_tool)),
+        working_ms=min(new.budget.deadline_ms, new.budget.expires_ms),
+        expires_ms=new.budget.expires_ms,
+    )
 
 
 def _due_of(row: Row) -> DueStep:
@@ -1871,7 +1780,7 @@ def _due_of(row: Row) -> DueStep:
         row["epoch"],
         deadline_at,
         row["remaining_ms"] if deadline_at is None else deadline_at - row["now"],
-        _snapshot(row),
+        snapshot(row),
         row["traceparent"],
     )
 

@@ -188,7 +188,7 @@ def _statements(postgres: bool) -> tuple[str, ...]:
         statements += map(CreateIndex, sorted(table.indexes, key=lambda index: str(index.name)))
     return (
         *(str(statement.compile(dialect=dialect)) for statement in statements),
-        *(_POSTGRES if postgres else ()),
+        *(_POSTGRES if postgres else _SQLITE),
         *(
             f"CREATE TRIGGER {table}_append_only BEFORE UPDATE ON {table} "
             + (_REFUSAL_POSTGRES if postgres else _REFUSAL_SQLITE.format(table=table))
@@ -211,6 +211,30 @@ _POSTGRES: Final = (
     $$
     """,
     "ALTER TABLE handrail_run SET (autovacuum_vacuum_scale_factor = 0.01)",
+)
+#: What is known of a run when it is accepted; SQLite takes it through a view, see revision 0002.
+_ACCEPTED: Final = (
+    "id, tenant, workflow, workflow_version, goal, principal, input, budget, limits, "
+    "dedupe_key, traceparent, mode, created_at, status, traced_status, reason, due_at, "
+    "wake_at, deadline_at, expires_at, phase, steps_left, model_calls_left, tool_calls_left, "
+    "tool_calls_reserved, compensations_reserved, tokens_left, cost_microusd_left, "
+    "output_bytes_left, step, state_version, observation_count, trace_seq, levels, pending, "
+    "told, answer"
+)
+_NEW: Final = ", ".join(f"NEW.{name}" for name in _ACCEPTED.split(", "))
+_SQLITE: Final = (
+    f"CREATE VIEW handrail_accept AS SELECT {_ACCEPTED}, '' AS writer, '' AS events,"
+    " '' AS per_tool FROM handrail_run WHERE false",
+    "CREATE TRIGGER handrail_accept_run INSTEAD OF INSERT ON handrail_accept BEGIN"
+    f" INSERT INTO handrail_run ({_ACCEPTED}) SELECT {_NEW}"
+    " WHERE true ON CONFLICT DO NOTHING;"
+    " INSERT INTO handrail_trace (run_id, seq, count, writer, at, events)"
+    " SELECT NEW.id, 0, NEW.trace_seq, NEW.writer, NEW.created_at, NEW.events"
+    " WHERE changes() = 1;"
+    " INSERT INTO handrail_tool_allowance (run_id, tool, calls_left)"
+    " SELECT NEW.id, key, value FROM json_each(NEW.per_tool) WHERE EXISTS (SELECT 1"
+    " FROM handrail_trace WHERE run_id = NEW.id AND seq = 0 AND writer = NEW.writer);"
+    " END",
 )
 _REFUSAL_POSTGRES: Final = "FOR EACH ROW EXECUTE FUNCTION handrail_append_only()"
 _REFUSAL_SQLITE: Final = "BEGIN SELECT RAISE(ABORT, 'handrail: {table} is append-only'); END"

@@ -25,9 +25,10 @@ from handrail.agent.people import (
 )
 from handrail.agent.status import Reason
 from handrail.agent.tools import Principal
-from handrail.canonical import dumps
-from handrail.ledger.database import PG_NOW, Database, Session
-from handrail.ledger.rows import Row, approval_of, escaped, plain
+from handrail.canonical import dumps, escaped, plain
+from handrail.ledger.database import Database
+from handrail.ledger.rows import Row, approval_of
+from handrail.ledger.session import PG_NOW, Session, again
 
 _T = TypeVar("_T")
 #: Texts of people and names that they chose, in a handoff's row.
@@ -103,20 +104,11 @@ def was_written(tx: Session, act: tuple[int, str] | None) -> bool:
 
 
 class People:
-    """The part of the ledger that people work with. `again` repeats what a lost connection cut off
-    and may be repeated.
-    """
+    """The part of the ledger that people work with."""
 
-    def __init__(
-        self,
-        database: Database,
-        *,
-        new_id: Callable[[], str],
-        again: Callable[[Callable[[], Any]], Any],
-    ) -> None:
+    def __init__(self, database: Database, *, new_id: Callable[[], str]) -> None:
         self.database = database
         self._new_id = new_id
-        self._again = again
         self._postgres = database.postgres
 
     # ---- requests for consent --------------------------------------------------------------------
@@ -498,7 +490,7 @@ class People:
                 made[:] = [(None if after == before else after, done)]
                 return done
 
-        result: _T = self._again(once)
+        result = again(once)
         return result
 
 

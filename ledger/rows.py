@@ -30,27 +30,9 @@ from handrail.agent.stage import Observation
 from handrail.agent.status import Reason, RunStatus
 from handrail.agent.tools import Principal
 from handrail.agent.trace import TraceEvent
-from handrail.canonical import Json, dumps, normal
+from handrail.canonical import dumps, normal, plain, plains
 
 Row = Mapping[str, Any]
-
-
-def escaped(text: str) -> str:
-    """Write any text in ASCII, reversibly: NUL and lone surrogates can be stored and read back."""
-    return dumps(text)[1:-1]
-
-
-def plain(text: str) -> str:
-    """Read what `escaped` wrote."""
-    if "\\" not in text:
-        return text
-    return plains([text])[0]
-
-
-def plains(texts: Iterable[str]) -> list[str]:
-    """Read what `escaped` wrote, many at once."""
-    value: list[str] = json.loads("[" + ",".join(f'"{text}"' for text in texts) + "]")
-    return value
 
 
 def state_of(row: Row, *, status: str) -> RunState:
@@ -129,6 +111,20 @@ def state_columns(state: RunState) -> dict[str, Any]:
         "pending": dumps(command_to_json(state.pending)) if state.pending else None,
         "told": dumps(told_to_json(state.told)) if state.told else None,
         "answer": None if state.answer is None else dumps(state.answer),
+    }
+
+
+def left_columns(left: BudgetLeft) -> dict[str, int]:
+    """The columns of what is left of a budget; each tool's own limit has a row of its own."""
+    return {
+        "steps_left": left.steps,
+        "model_calls_left": left.model_calls,
+        "tool_calls_left": left.tool_calls,
+        "tool_calls_reserved": left.tool_calls_reserved,
+        "compensations_reserved": left.compensations_reserved,
+        "tokens_left": left.tokens,
+        "cost_microusd_left": left.cost_microusd,
+        "output_bytes_left": left.output_bytes,
     }
 
 
@@ -257,14 +253,12 @@ def _pairs(value: Any) -> dict[str, int]:
 
 
 __all__ = [
-    "Json",
     "approval_of",
     "effect_columns",
     "effect_of",
-    "escaped",
     "events_text",
     "handoff_row",
-    "plain",
+    "left_columns",
     "state_columns",
     "state_of",
 ]

@@ -12,10 +12,9 @@ from functools import lru_cache
 from typing import Final
 
 from handrail.agent.stage import OBSERVATION_WINDOW
-from handrail.ledger.database import PG_NOW
+from handrail.ledger.accept import REPUBLISH_MS
+from handrail.ledger.session import PG_NOW
 
-#: The sweep publishes a due step again after 10 s, then 20 s, 40 s, ... at most every 10 minutes.
-REPUBLISH_MS = 10_000
 REPUBLISH_MAX_MS = 600_000
 
 
@@ -83,44 +82,6 @@ def dialect(postgres: bool) -> Dialect:
     """Return the differences of one database."""
     return POSTGRES if postgres else SQLITE
 
-
-@lru_cache(maxsize=4)
-def insert_run(postgres: bool, columns: tuple[str, ...]) -> str:
-    """Insert a run, unless its id or dedupe key is taken; its times are by the database's clock.
-
-    On PostgreSQL its first events and its allowances are part of the statement.
-    """
-    d = dialect(postgres)
-    times = {
-        "created_at": d.now,
-        "due_at": d.now,
-        "wake_at": f"{d.now} + {REPUBLISH_MS}",
-        "deadline_at": f"{d.now} + :working_ms",
-        "expires_at": f"{d.now} + :expires_ms",
-    }
-    values = [*(f":{column}" for column in columns), *times.values()]
-    insert = f"""
-        INSERT INTO handrail_run ({", ".join((*columns, *times))})
-        SELECT {", ".join(values)} {d.clock} WHERE true
-        ON CONFLICT DO NOTHING RETURNING id, created_at AS now"""
-    if not postgres:
-        return insert
-    return f"""
-        WITH run AS ({insert}), traced AS (
-            INSERT INTO handrail_trace (run_id, seq, count, writer, at, events)
-            SELECT id, 0, :trace_seq, :writer, now, :events FROM run), allowed AS (
-            INSERT INTO handrail_tool_allowance (run_id, tool, calls_left)
-            SELECT run.id, tool.key, CAST(tool.value AS bigint)
-            FROM run, json_each_text(CAST(:per_tool AS json)) AS tool)
-        SELECT now FROM run"""
-
-
-INSERT_FIRST_TRACE = """
-    INSERT INTO handrail_trace (run_id, seq, count, writer, at, events)
-    VALUES (:id, 0, :trace_seq, :writer, :now, :events)"""
-INSERT_ALLOWANCES = """
-    INSERT INTO handrail_tool_allowance (run_id, tool, calls_left)
-    SELECT :id, key, value FROM json_each(:per_tool)"""
 
 #: Of the run's row, what a step works with; naming more costs every step of every run.
 _CLAIMED: Final = """id, tenant, workflow, workflow_version, goal, principal, input, budget, limits,

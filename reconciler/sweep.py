@@ -29,9 +29,9 @@ from handrail.agent.tools import Tool
 from handrail.agent.workflow import Workflow
 from handrail.broker.message import StepMessage
 from handrail.errors import HandrailError
-from handrail.ledger.database import ConnectionLost
 from handrail.ledger.ledger import DueStep, Ledger, Ruled
 from handrail.ledger.lock import IntentLock, LocalLock
+from handrail.ledger.session import ConnectionLost
 from handrail.reconciler.answers import read_answer
 from handrail.reconciler.compensate import Compensator
 from handrail.reconciler.errands import Errand, Errands, Part

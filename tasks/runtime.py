@@ -24,9 +24,9 @@ from handrail.agent.workflow import Workflow
 from handrail.broker.message import StepMessage
 from handrail.errors import HandrailError, InvalidDefinition
 from handrail.gateway.model import ModelGateway
-from handrail.ledger.database import ConnectionLost
 from handrail.ledger.ledger import Claim, DueStep, Ledger, StepEnd
 from handrail.ledger.lock import IntentLock
+from handrail.ledger.session import ConnectionLost
 from handrail.tasks.together import Together
 
 log = logging.getLogger("handrail.tasks")

@@ -24,9 +24,9 @@ from handrail.agent.protocol import Go, Outcome
 from handrail.agent.stage import End, Refused, Reply, Succeeded
 from handrail.agent.tools import Tool
 from handrail.agent.workflow import Workflow
-from handrail.ledger.database import ConnectionLost
 from handrail.ledger.errors import DatabaseUnavailable
 from handrail.ledger.ledger import Ledger, Ruled
+from handrail.ledger.session import ConnectionLost
 from handrail.tasks.calls import Called, ToolCall
 from handrail.tasks.judge import NOT_CONFIRMED, confirms, judged
 

@@ -58,10 +58,10 @@ from handrail.broker.message import StepMessage
 from handrail.canonical import Json, canonical, normal
 from handrail.errors import InvariantBroken, NotCanonical, ToolRefused
 from handrail.gateway.model import Folded, ModelRequest, OutputOverflow, fold, may_pass
-from handrail.ledger.database import ConnectionLost
 from handrail.ledger.errors import DatabaseUnavailable
 from handrail.ledger.ledger import Claim, Plan, Ruled, StepEnd
 from handrail.ledger.lock import Refusal
+from handrail.ledger.session import ConnectionLost
 from handrail.tasks.calls import Called, ToolCall, call
 from handrail.tasks.judge import judged, reason_of
 from handrail.tasks.runtime import Draining, Handle, Runtime

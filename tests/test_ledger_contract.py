@@ -35,13 +35,13 @@ from handrail.broker.message import StepMessage
 from handrail.canonical import Json
 from handrail.errors import InvariantBroken, ToolRefused
 from handrail.fleet import InvalidQuery, InvalidRun
-from handrail.ledger.database import ConnectionLost
 from handrail.ledger.errors import (
     DatabaseUnavailable,
     RunExists,
     UnknownRun,
 )
 from handrail.ledger.ledger import Claim, Ledger
+from handrail.ledger.session import ConnectionLost
 from handrail.tasks.calls import ToolCall
 from handrail.testing.people import APPROVER, OPERATOR, agree, disagree
 from tests.world import (

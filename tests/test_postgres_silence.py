@@ -13,8 +13,9 @@ from sqlalchemy.engine import make_url
 
 from handrail.ledger import database as module
 from handrail.ledger import postgres
-from handrail.ledger.database import ConnectionLost, Database
+from handrail.ledger.database import Database
 from handrail.ledger.errors import DatabaseUnavailable
+from handrail.ledger.session import ConnectionLost
 from tests.chaos.proxy import Link, Proxies
 
 SILENCE_S = 0.6

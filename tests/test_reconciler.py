@@ -21,8 +21,9 @@ from handrail.agent.tools import FOREVER
 from handrail.canonical import Json
 from handrail.errors import TryLater
 from handrail.ledger import statements
+from handrail.ledger.accept import REPUBLISH_MS
 from handrail.ledger.ledger import POSTPONE_MS
-from handrail.ledger.statements import REPUBLISH_MAX_MS, REPUBLISH_MS
+from handrail.ledger.statements import REPUBLISH_MAX_MS
 from handrail.reconciler.sweep import ask_directly
 from handrail.tasks.calls import Called, ToolCall
 from tests.world import (

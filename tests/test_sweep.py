@@ -22,9 +22,9 @@ from handrail.broker.message import StepMessage
 from handrail.broker.publish import PublishFailed
 from handrail.fleet import ask_bounded
 from handrail.ledger import statements
+from handrail.ledger.accept import REPUBLISH_MS
 from handrail.ledger.errors import DatabaseUnavailable
 from handrail.ledger.ledger import POSTPONE_MS, DueStep
-from handrail.ledger.statements import REPUBLISH_MS
 from handrail.reconciler.errands import STUCK_S
 from handrail.reconciler.pace import GRACE_S, Pace
 from handrail.reconciler.sweep import QUIET, SWEEP_S, SWEPT, Reconciler

@@ -20,7 +20,7 @@ from handrail.agent.tools import RunFacts, Tool
 from handrail.agent.workflow import Check, Commit, Confirm, Read, Verify, Workflow
 from handrail.desk import Handoff
 from handrail.errors import InvalidDefinition
-from handrail.ledger.database import ConnectionLost
+from handrail.ledger.session import ConnectionLost
 from handrail.runs import Run
 from handrail.tasks.calls import ToolCall
 from handrail.testing.people import ADMIN, APPROVER, OPERATOR, agree

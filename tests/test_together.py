@@ -19,9 +19,9 @@ from handrail.agent.stage import Observation
 from handrail.agent.status import RunStatus
 from handrail.broker.message import StepMessage
 from handrail.ledger import database as database_module
-from handrail.ledger.database import ConnectionLost
 from handrail.ledger.errors import DatabaseUnavailable, LedgerLocked
 from handrail.ledger.ledger import Claim, StepEnd
+from handrail.ledger.session import ConnectionLost
 from handrail.tasks.runtime import Handle, Runtime
 from handrail.tasks.step import run_step
 from handrail.tasks.together import MOST, Together

@@ -34,10 +34,11 @@ from handrail.broker.message import StepMessage
 from handrail.canonical import Json
 from handrail.errors import ToolRefused, ToolUnclear
 from handrail.fleet import Fleet
-from handrail.ledger.database import ConnectionLost, Database
+from handrail.ledger.database import Database
 from handrail.ledger.ledger import Claim, DueStep, Ledger, StepEnd
 from handrail.ledger.lock import Refusal
 from handrail.ledger.migrate import create_all
+from handrail.ledger.session import ConnectionLost
 from handrail.reconciler.sweep import Reconciler, ask_directly
 from handrail.runs import Run
 from handrail.settings import Settings

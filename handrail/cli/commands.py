@@ -53,8 +53,8 @@ from handrail.cli.options import (
 from handrail.cli.review import reviewed, show_review, show_rounds
 from handrail.errors import HandrailError, InvalidBudget, NotCanonical
 from handrail.fleet import InvalidRun
-from handrail.ledger.database import ConnectionLost
 from handrail.ledger.errors import DatabaseUnavailable
+from handrail.ledger.session import ConnectionLost
 from handrail.reconciler.sweep import Swept
 from handrail.runs import Run
 from handrail.terminal import compact, details, heading, note, say, say_json, table

@@ -13,10 +13,10 @@ from handrail.cli.ground import for_reading
 from handrail.cli.options import lasting
 from handrail.errors import HandrailError
 from handrail.fleet import Fleet
-from handrail.ledger.database import ConnectionLost
 from handrail.ledger.errors import DatabaseUnavailable
 from handrail.ledger.ledger import MOST_COUNTED
 from handrail.ledger.migrate import HEAD
+from handrail.ledger.session import ConnectionLost
 from handrail.shared_valkey import find
 
 OK: Final = "ok"

@@ -18,8 +18,9 @@ from typing import Any, Final
 
 from handrail.agent.approvals import ApprovalRefused
 from handrail.errors import TryLater
-from handrail.ledger.database import ConnectionLost, Database
+from handrail.ledger.database import Database
 from handrail.ledger.errors import DatabaseUnavailable
+from handrail.ledger.session import ConnectionLost
 from handrail.testing.people import APPROVER
 from tests.chaos.app import DEADLINE_MS
 from tests.chaos.kinds import KINDS, READ

@@ -23,8 +23,8 @@ import redis
 
 from handrail.broker.message import STEPS_QUEUE, StepMessage
 from handrail.broker.publish import Publisher, PublishFailed
-from handrail.ledger.database import ConnectionLost
 from handrail.ledger.errors import DatabaseUnavailable
+from handrail.ledger.session import ConnectionLost
 from tests.chaos.kinds import KINDS
 from tests.chaos.provider import WAYS
 from tests.chaos.proxy import Link

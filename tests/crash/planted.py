@@ -14,8 +14,8 @@ from handrail.agent import protocol
 from handrail.agent.effects import Absent, EffectStatus, ProvedAbsent, upstream_key
 from handrail.agent.stage import End, InvokeTool
 from handrail.agent.status import Reason, RunStatus
-from handrail.ledger.database import ConnectionLost
-from handrail.ledger.ledger import Ledger
+from handrail.ledger import ledger
+from handrail.ledger.session import ConnectionLost
 from handrail.reconciler import sweep
 from handrail.tasks import sender, step
 from handrail.tasks.calls import ToolCall
@@ -102,12 +102,12 @@ def _cancelled_over_doubt() -> None:
 
 def _commit_error_is_failure() -> None:
     """A commit that was not answered is taken for one that failed: "it was never sent"."""
-    again = Ledger._again
+    again = vars(ledger)["again"]
 
-    def not_a_ruling(self: Ledger, act: Callable[[], Any]) -> Any:
-        return act() if act.__qualname__.startswith("Ledger.rule") else again(self, act)
+    def not_a_ruling(act: Callable[[], Any]) -> Any:
+        return act() if act.__qualname__.startswith("Ledger.rule") else again(act)
 
-    setattr(Ledger, "_again", not_a_ruling)  # noqa: B010
+    setattr(ledger, "again", not_a_ruling)  # noqa: B010
 
     async def once(self: Any, sending: Any, end: End, reply: Any, **known: bool) -> None:
         try:

@@ -37,11 +37,11 @@ from handrail.canonical import digest
 from handrail.gateway.model import ModelEvent, ModelRequest
 from handrail.ledger import ledger as ledger_module
 from handrail.ledger import statements
-from handrail.ledger.database import ConnectionLost
 from handrail.ledger.errors import DatabaseUnavailable
 from handrail.ledger.ledger import Claim, Ledger
 from handrail.ledger.people import append_audit
 from handrail.ledger.rows import Row, handoff_row
+from handrail.ledger.session import ConnectionLost
 from handrail.reconciler import sweep as sweep_module
 from handrail.reconciler.sweep import Reconciler
 from handrail.tasks import calls as calls_module

@@ -18,8 +18,8 @@ from handrail.agent.status import Reason
 from handrail.agent.tools import Principal
 from handrail.desk import Handoff
 from handrail.errors import BadInput
-from handrail.ledger.database import ConnectionLost
 from handrail.ledger.errors import DatabaseUnavailable
+from handrail.ledger.session import ConnectionLost
 from tests.simulator.actors import Asker
 from tests.simulator.service import UNDO, Order
 

@@ -21,10 +21,11 @@ from handrail.canonical import Json
 from handrail.errors import ToolUnclear
 from handrail.gateway.model import RAW, ModelEvent, ModelRequest, Stop, Text, ToolCall
 from handrail.ledger import lock as lock_module
-from handrail.ledger.database import ConnectionLost, Database
+from handrail.ledger.database import Database
 from handrail.ledger.ledger import Ledger, Ruled
 from handrail.ledger.lock import RedisLock
 from handrail.ledger.people import People
+from handrail.ledger.session import ConnectionLost
 from handrail.tasks import calls
 from tests.simulator import points
 from tests.simulator.points import AFTER, BEFORE, COMMITTED, INSIDE, Point
@@ -169,7 +170,7 @@ class SimLedger(Ledger):
     @property
     def people(self) -> SimPeople:
         """What people are asked and what they do."""
-        people = SimPeople(self.database, new_id=self._new_id, again=self._again)
+        people = SimPeople(self.database, new_id=self._new_id)
         people._ground = self._ground
         return people
 

@@ -18,8 +18,8 @@ from handrail.agent.status import TERMINAL, WITH_PERSON
 from handrail.broker.message import BadMessage, StepMessage
 from handrail.broker.publish import PublishFailed
 from handrail.errors import HandrailError
-from handrail.ledger.database import ConnectionLost
 from handrail.ledger.errors import DatabaseUnavailable
+from handrail.ledger.session import ConnectionLost
 from handrail.reconciler.sweep import Reconciler
 from handrail.reports import sign_report
 from handrail.tasks.runtime import Runtime
