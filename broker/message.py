@@ -15,6 +15,7 @@ from typing import Annotated, ClassVar, Final
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from handrail.errors import BadInput
+from handrail.ledger.accept import DueStep
 
 STEP_TASK: Final = "handrail.step"
 STEPS_QUEUE: Final = "handrail.steps"
@@ -75,6 +76,19 @@ class StepMessage(BaseModel):
             raise BadMessage(_problem(error)) from None
         except (ValueError, TypeError, RecursionError) as error:  # lone surrogates, for one
             raise BadMessage(type(error).__name__) from None
+
+
+def message_of(due: DueStep) -> StepMessage:
+    """Make the message of a due step."""
+    return StepMessage(
+        run_id=due.run_id,
+        step=due.step,
+        epoch=due.epoch,
+        deadline_at=due.deadline_at,
+        remaining_ms=due.remaining_ms,
+        budget=due.budget,
+        traceparent=due.traceparent,
+    )
 
 
 def _problem(error: ValidationError) -> str:

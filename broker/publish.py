@@ -9,19 +9,38 @@ may also be half a failure, since a push whose answer was lost has been delivere
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
+import ssl
+import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import redis
-from celery import Celery
 
 from handrail.broker.message import STEP_TASK, STEPS_QUEUE, StepMessage
-from handrail.broker.redis_client import TIMEOUT_S, redis_client, redis_url, ssl_options
+from handrail.broker.redis_client import (
+    TIMEOUT_S,
+    is_one_redis,
+    redis_client,
+    redis_url,
+    ssl_options,
+)
 from handrail.errors import TryLater
+
+if TYPE_CHECKING:  # a web process that only publishes needs no Celery
+    from celery import Celery
+
+log = logging.getLogger("handrail.broker")
+
+#: For whoever must not be held up, a web request above all: to connect, and for each answer.
+IN_PASSING_S: Final = 0.4
+#: So long nothing is tried after a failure, or each request would wait for the same broker.
+REST_S: Final = 5.0
 
 _ID: Final = "@id@"
 _EMBEDDED: Final = {"callbacks": None, "errbacks": None, "chain": None, "chord": None}
@@ -44,12 +63,40 @@ class Publisher:
     """Publishes step messages on an app's broker. Thread-safe, and safe to carry over a fork."""
 
     def __init__(self, app: Celery, *, timeout_s: float = TIMEOUT_S) -> None:
-        self._app = app
-        self._timeout_s = timeout_s
-        self._parts = _envelope().split(_ID)
         url = redis_url(app)
-        self._client = redis_client(url, timeout_s=timeout_s, **ssl_options(app)) if url else None
-        self._key = app.conf.broker_transport_options.get("global_keyprefix", "") + STEPS_QUEUE
+        prefix = app.conf.broker_transport_options.get("global_keyprefix", "")
+        client = redis_client(url, timeout_s=timeout_s, **ssl_options(app)) if url else None
+        self._set_up(client, prefix, timeout_s)
+        self.__dict__["_app"] = app
+
+    @classmethod
+    def at(
+        cls, broker_url: str, *, key_prefix: str = "", timeout_s: float = TIMEOUT_S
+    ) -> Publisher:
+        """Make a publisher on a broker by its address; on one Redis server it needs no Celery."""
+        made = cls.__new__(cls)
+        client = None
+        if is_one_redis(broker_url):
+            checks = broker_url.startswith("rediss") and "ssl_" not in broker_url
+            options = {"ssl_cert_reqs": ssl.CERT_REQUIRED} if checks else {}
+            client = redis_client(broker_url, timeout_s=timeout_s, **options)
+        made._set_up(client, key_prefix, timeout_s)
+        made._broker_url = broker_url
+        return made
+
+    def _set_up(self, client: redis.Redis | None, key_prefix: str, timeout_s: float) -> None:
+        self._client = client
+        self._timeout_s = timeout_s
+        self._key_prefix = key_prefix
+        self._key = key_prefix + STEPS_QUEUE
+        self._parts = _envelope().split(_ID)
+        self._broker_url = ""
+
+    @cached_property
+    def _app(self) -> Celery:
+        from handrail.broker.app import make_app
+
+        return make_app(broker_url=self._broker_url, key_prefix=self._key_prefix)
 
     def publish(self, messages: Sequence[StepMessage]) -> int:
         """Publish messages, on Redis with one command for all. Returns how many there were.
@@ -117,6 +164,31 @@ class Publisher:
                     )
         except Exception as error:  # each transport has its own kinds
             raise PublishFailed(len(messages), type(error).__name__) from error
+
+
+class Courier:
+    """Publishes in passing: bounded, and never a failure of whoever has just committed.
+
+    After a failure it does not try for some seconds; whatever it leaves the sweep publishes.
+    """
+
+    def __init__(self, publisher: Publisher) -> None:
+        self._publisher = publisher
+        self._rests_until = 0.0
+
+    def publish(self, messages: Sequence[StepMessage]) -> None:
+        """Publish messages if that is to be had within a moment."""
+        if time.monotonic() < self._rests_until:
+            return
+        try:
+            self._publisher.publish(messages)
+        except PublishFailed as error:
+            self._rests_until = time.monotonic() + REST_S
+            log.warning("[%s] %s", error.code, error)
+
+    def close(self) -> None:
+        """Close the connections. Publishing again opens new ones."""
+        self._publisher.close()
 
 
 def _envelope() -> str:

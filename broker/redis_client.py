@@ -6,14 +6,15 @@ defaults change between versions. Nothing here relies on a default.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 import redis
-from celery import Celery
-from kombu.utils.url import parse_ssl_cert_reqs
 from redis.backoff import NoBackoff
 from redis.retry import Retry
+
+if TYPE_CHECKING:  # a web process that only publishes needs no Celery
+    from celery import Celery
 
 TIMEOUT_S: Final = 1.0
 REDIS_SCHEMES: Final = ("redis", "rediss", "redis+socket")
@@ -28,9 +29,12 @@ def is_redis(app: Celery) -> bool:
 def redis_url(app: Celery) -> str | None:
     """The address of an app's one Redis server; None for any other broker, and for several."""
     url = app.conf.broker_write_url or app.conf.broker_url
-    if isinstance(url, str) and ";" not in url and urlsplit(url).scheme in REDIS_SCHEMES:
-        return url
-    return None
+    return url if isinstance(url, str) and is_one_redis(url) else None
+
+
+def is_one_redis(url: str) -> bool:
+    """Whether a broker's address is that of one Redis server."""
+    return ";" not in url and urlsplit(url).scheme in REDIS_SCHEMES
 
 
 def redis_client(url: str, *, timeout_s: float = TIMEOUT_S, **options: Any) -> redis.Redis:
@@ -47,6 +51,8 @@ def redis_client(url: str, *, timeout_s: float = TIMEOUT_S, **options: Any) -> r
         database = query.pop("virtual_host", "0")
         url, over_tcp = f"unix://{parts.netloc}{parts.path}?db={database}", {}
     elif "ssl_cert_reqs" in query:
+        from kombu.utils.url import parse_ssl_cert_reqs
+
         options["ssl_cert_reqs"] = parse_ssl_cert_reqs(query.pop("ssl_cert_reqs"))
         url = urlunsplit(parts._replace(query=urlencode(query)))
     sending_once = {"protocol": 2, "retry": Retry(NoBackoff(), 0), "socket_timeout": timeout_s}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import json
 import logging
 import re
 import secrets
@@ -27,7 +28,7 @@ from typing import Any, ClassVar, Final
 from celery import Celery
 from celery.signals import worker_init, worker_process_shutdown, worker_ready, worker_shutdown
 from kombu.utils.url import maybe_sanitize_url
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from handrail.agent import machine, protocol
 from handrail.agent.budget import Budget, BudgetLeft, CallLimits, Phase
@@ -51,6 +52,8 @@ from handrail.agent.tools import (
 )
 from handrail.agent.trace import TraceEvent
 from handrail.agent.workflow import Workflow
+from handrail.asked import Asked, InvalidRun, UnknownWorkflow
+from handrail.asked import checked as checked_request
 from handrail.broker.app import (
     make_app,
     register_step,
@@ -60,24 +63,28 @@ from handrail.broker.app import (
     verify_server,
 )
 from handrail.broker.loop import shared_loop
-from handrail.broker.message import SWEEP_TASK, TRACEPARENT_PATTERN, StepMessage
-from handrail.broker.publish import Publisher, PublishFailed
+from handrail.broker.message import SWEEP_TASK, StepMessage, message_of
+from handrail.broker.publish import IN_PASSING_S, Courier, Publisher, PublishFailed
 from handrail.broker.signal import CancelSignal
 from handrail.broker.verify import UnsafeConfiguration
-from handrail.canonical import Json, canonical, escaped, normal
+from handrail.canonical import Json, normal
 from handrail.desk import Desk, InvalidQuery, must_see
 from handrail.errors import (
     BadInput,
     HandrailError,
-    InvalidBudget,
     InvalidDefinition,
     TryLater,
 )
 from handrail.gateway.model import ModelGateway, Planner
+from handrail.hosts import Host, Transaction, of_session
+from handrail.inputs import by_model, described
+from handrail.ledger.accept import Inserted, accept
 from handrail.ledger.errors import UnknownRun
-from handrail.ledger.ledger import DueStep, Ledger, NewRun, Ruled
+from handrail.ledger.ledger import DueStep, Ledger, NewRun, Ruled, row_of
 from handrail.ledger.lock import IntentLock, LocalLock, RedisLock
+from handrail.ledger.rows import state_columns
 from handrail.ledger.schema import check_migrated
+from handrail.limits import chosen_budget, chosen_limits
 from handrail.reconciler.sweep import Reconciler
 from handrail.reconciler.timer import SweepTimer
 from handrail.reports import checked as checked_report
@@ -87,47 +94,15 @@ from handrail.settings import Settings
 from handrail.shared_valkey import SharedValkey, find
 from handrail.signals import Messenger
 from handrail.tasks.calls import Called, ToolCall, at_any_time, call, in_thread
-from handrail.tasks.runtime import Runtime, message_of
+from handrail.tasks.runtime import Runtime
 from handrail.tasks.step import run_step
 
 log = logging.getLogger("handrail")
 #: Threads, and so connections, by which a sweep asks PostgreSQL about many runs in doubt.
 SWEEP_HANDS: Final = 4
 _RUN_ID: Final = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
-_NAME: Final = re.compile(r"[A-Za-z0-9_.:@-]{1,128}\Z")
-_MAX_GOAL: Final = 20_000
-_MAX_DEDUPE_KEY: Final = 1_000  # it is indexed
-_MAX_INPUT: Final = 256_000
 _MAX_LISTED: Final = 10_000
 _SHORTEST_POLL_S: Final = 0.001  # without any pause, waiting would be all that the process does
-
-
-@dataclass(eq=False)
-class UnknownWorkflow(BadInput):
-    """No workflow has this name here."""
-
-    code: ClassVar[str] = "unknown-workflow"
-    name: str
-    known: tuple[str, ...]
-
-    def __str__(self) -> str:
-        known = ", ".join(self.known) or "none is registered"
-        return (
-            f"there is no workflow {self.name!r}: register it with fleet.workflow(...);"
-            f" known: {known}"
-        )
-
-
-@dataclass(eq=False)
-class InvalidRun(BadInput):
-    """A run cannot be enqueued as it was asked for; nothing was written."""
-
-    code: ClassVar[str] = "invalid-run"
-    field: str
-    problem: str
-
-    def __str__(self) -> str:
-        return f"{self.field}: {self.problem}"
 
 
 @dataclass(eq=False)
@@ -184,8 +159,10 @@ class Fleet:
         database_url: str | None = None,
         broker_url: str | None = None,
         clock: Callable[[], int] | None = None,
+        host: Host | None = None,
     ) -> None:
         self.name = name
+        self._host = host
         self._given = {"database_url": database_url, "broker_url": broker_url}
         self._settings = settings
         self._clock = clock
@@ -321,6 +298,7 @@ class Fleet:
         run_id: str | None = None,
         traceparent: str | None = None,
         mode: Mode | str = Mode.LIVE,
+        session: Any = None,
     ) -> str:
         """Accept a run and publish its first step; returns the run's id.
 
@@ -329,6 +307,10 @@ class Fleet:
         code. A broker that is down is no error: the run is accepted, and the sweep publishes it.
         With a `dedupe_key` (unique within the tenant) a double click is one run. With
         `mode="shadow"` the run does everything but dispatch: its trace shows what it would write.
+
+        With a SQLAlchemy `session` on the ledger's database, or in a fleet that has a `host`, the
+        run is a row of the transaction that is open there: a rollback leaves nothing, and its step
+        is published after the commit. See `handrail.client` for processes that have no workflows.
         """
         new = self._new_run(
             workflow,
@@ -343,10 +325,61 @@ class Fleet:
             traceparent=traceparent,
             mode=mode,
         )
-        inserted = self.ledger.insert_run(new)
-        if inserted.due is not None:
-            self._publish([message_of(inserted.due)])
+        if session is not None:
+            transaction: Transaction | None = of_session(session)
+        else:
+            transaction = None if self._host is None else self._host.transaction()
+        if transaction is None:
+            return self._accept_here(new)
+        if transaction.elsewhere:
+            transaction.on_commit(functools.partial(self._accept_here, new))
+            return new.run_id
+        inserted = accept(
+            transaction,
+            row_of(new),
+            postgres=transaction.postgres,
+            schema=self.settings.database_schema if transaction.postgres else "",
+        )
+        transaction.on_commit(functools.partial(self._publish_first, inserted))
         return inserted.run_id
+
+    def _accept_here(self, new: NewRun) -> str:
+        inserted = self.ledger.insert_run(new)
+        self._publish_first(inserted)
+        return inserted.run_id
+
+    def _publish_first(self, inserted: Inserted) -> None:
+        if inserted.due is not None and self._reach.broker_url:
+            self._courier.publish([message_of(inserted.due)])
+
+    def entry_of(self, workflow: Workflow) -> dict[str, Json]:
+        """What the catalog holds of a workflow: all that accepting a run of it takes, so that a web
+        process can do it without the workflow's code. See `handrail.client`.
+        """
+        nobody = {name: None for name in ("input", "principal", "dedupe_key", "run_id")}
+        asked = checked_request(goal="-", tenant="-", traceparent=None, mode="live", **nobody)
+        new = _run_of(workflow, asked, None)
+        row = row_of(new)
+        columns = {name: value for name, value in row.columns.items() if name not in _OF_A_RUN}
+        at_rest = state_columns(replace(new.state, levels=(), pending=None))
+        (event,) = new.events
+        entry: dict[str, Json] = normal(  # type: ignore[assignment]  # of an object it is one
+            {
+                "columns": columns,
+                "at_rest": {
+                    "levels": at_rest["levels"],
+                    "pending": at_rest["pending"],
+                    "phase": Phase.RESUME.value,
+                },
+                "accepted": {k: v for k, v in event.detail.items() if k not in _OF_A_RUN},
+                "per_tool": dict(new.budget.per_tool),
+                "tools": [tool.name for tool in workflow.tools],
+                "working_ms": row.working_ms,
+                "expires_ms": row.expires_ms,
+                "input": None if workflow.input is None else described(workflow.input),
+            }
+        )
+        return entry
 
     def _new_run(
         self,
@@ -366,105 +399,19 @@ class Fleet:
         workflow = self._latest.get(name) if isinstance(name, str) else None
         if workflow is None:
             raise UnknownWorkflow(str(name), tuple(sorted(self._latest)))
-        if not isinstance(goal, str) or not goal.strip() or len(goal) > _MAX_GOAL:
-            raise InvalidRun("goal", f"give a text of 1 to {_MAX_GOAL} characters")
-        if principal is None:
-            principal = "anonymous"
-        who = principal if isinstance(principal, Principal) else Principal(principal)
-        if not _are_texts(who.permissions):
-            raise InvalidRun("principal", "its permissions must be a set of texts")
-        tenant = self.settings.tenant if tenant is None else tenant
-        for field, value in (("tenant", tenant), ("principal", who.subject)):
-            if not isinstance(value, str) or not _NAME.match(value):
-                raise InvalidRun(
-                    field, f"{value!r} is no name: letters, digits and _.:@- (1 to 128)"
-                )
-        run_id = secrets.token_hex(16) if run_id is None else run_id
-        if not isinstance(run_id, str) or not _RUN_ID.match(run_id):
-            raise InvalidRun("run_id", "give 1 to 64 letters, digits, '_' or '-'")
-        if dedupe_key is not None and not (
-            isinstance(dedupe_key, str) and 0 < len(escaped(dedupe_key)) <= _MAX_DEDUPE_KEY
-        ):
-            raise InvalidRun(
-                "dedupe_key",
-                f"give a text of 1 to {_MAX_DEDUPE_KEY} ASCII characters"
-                " (one outside of ASCII counts as 6 or 12)",
-            )
-        if traceparent is not None and not (
-            isinstance(traceparent, str) and re.match(TRACEPARENT_PATTERN, traceparent)
-        ):
-            raise InvalidRun(
-                "traceparent", "give it as W3C trace context says: 00-<trace>-<span>-01"
-            )
-        if mode not in tuple(Mode):
-            raise InvalidRun("mode", f"{mode!r} is none of: {', '.join(Mode)}")
-        chosen = self._budget(workflow, budget, who)
-        calls = _limits(workflow, limits, who)
-        state = RunState(
-            run_id=run_id,
-            tenant=tenant,
-            workflow=workflow.name,
-            workflow_version=workflow.version,
+        asked = checked_request(
             goal=goal,
-            principal=who,
-            input=_checked_input(workflow, input),
-            mode=Mode(mode),
-            budget=chosen,
-            limits=calls,
-            left=BudgetLeft.full(chosen),
-        )
-        accepted: dict[str, Json] = {
-            "workflow": workflow.name,
-            "version": workflow.version,
-            "declared": workflow.declared(),
-            "budget": normal(chosen.to_json()),
-            "subject": who.subject,
-            "mode": state.mode.value,
-        }
-        phase = Phase.RESUME
-        first = workflow.stages[0]
-        if isinstance(first, AgentLoop) and first.allowed is None and chosen.concurrency:
-            # Such a loop's first command needs none of the workflow's own code, and saves a step.
-            turn = machine.start(workflow, state, state.view(remaining_ms=chosen.deadline_ms))
-            state, phase = turn.state, machine.phase_of(workflow, turn.state)
-        return NewRun(
-            run_id=run_id,
-            tenant=tenant,
-            workflow=workflow.name,
-            workflow_version=workflow.version,
-            goal=goal,
-            principal=who,
-            input=state.input,
-            budget=chosen,
-            limits=calls,
-            state=state,
-            phase=phase,
-            events=(TraceEvent("run.accepted", 0, accepted),),
+            input=input,
+            principal=principal,
+            tenant=self.settings.tenant if tenant is None else tenant,
             dedupe_key=dedupe_key,
+            run_id=run_id,
             traceparent=traceparent,
+            mode=mode,
         )
-
-    def _budget(
-        self, workflow: Workflow, given: Budget | Mapping[str, Any] | None, who: Principal
-    ) -> Budget:
-        default = workflow.default_budget
-        if given is None:
-            return default
-        if not isinstance(given, Budget | Mapping):
-            raise InvalidBudget("budget", given, "a Budget, or a mapping from name to limit")
-        chosen = given if isinstance(given, Budget) else default.altered(given)
-        tools = {tool.name for tool in workflow.tools} | default.per_tool.keys()
-        for tool in chosen.per_tool.keys() - tools:
-            known = f"a tool of the workflow: {', '.join(sorted(tools))}"
-            raise InvalidBudget(f"per_tool.{tool}", chosen.per_tool[tool], known)
-        raised = chosen.raised_over(default)
-        if raised and "budget:raise" not in who.permissions:
-            raise InvalidBudget(
-                raised[0],
-                getattr(chosen, raised[0], chosen.per_tool),
-                _at_most(getattr(default, raised[0], "limit")),
-            )
-        return chosen
+        text = asked.input
+        given = json.loads(text) if workflow.input is None else by_model(workflow.input, text)
+        return _run_of(workflow, asked, given, budget=budget, limits=limits)
 
     def get(self, run_id: str | Run) -> Run:
         """Read a run with all its observations. Raises `UnknownRun`."""
@@ -907,6 +854,7 @@ class Fleet:
     def close(self) -> None:
         """Close what this process has opened."""
         self._close("_sweep_timer", "_reconciler", "_cancel_signal", "_runtime", "_publisher")
+        self._close("_courier")
         self._close("ledger", "_messenger")
 
     @cached_property
@@ -924,6 +872,11 @@ class Fleet:
     @cached_property
     def _publisher(self) -> Publisher:
         return Publisher(self.celery)
+
+    @cached_property
+    def _courier(self) -> Courier:
+        """Publishes for who enqueues: a web request, say, which no broker may hold up."""
+        return Courier(Publisher(self.celery, timeout_s=IN_PASSING_S))
 
     @cached_property
     def _cancel_signal(self) -> CancelSignal:
@@ -993,6 +946,14 @@ class Fleet:
                 part.close()
 
 
+#: Of a run's row, what belongs to the one run; of its first event, too.
+_OF_A_RUN: Final = frozenset(
+    {
+        *("id", "tenant", "goal", "principal", "input", "dedupe_key", "traceparent", "mode"),
+        "subject",
+    }
+)
+
 _NO_OPTIONS: Final[dict[str, Any]] = {
     "input": None,
     "principal": None,
@@ -1004,6 +965,68 @@ _NO_OPTIONS: Final[dict[str, Any]] = {
     "traceparent": None,
     "mode": Mode.LIVE,
 }
+
+
+def _run_of(
+    workflow: Workflow,
+    asked: Asked,
+    input: Json,
+    *,
+    budget: Budget | Mapping[str, Any] | None = None,
+    limits: CallLimits | Mapping[str, Any] | None = None,
+) -> NewRun:
+    """Make a run of what was asked for; its input has been checked. Raises `InvalidBudget`."""
+    who = Principal.from_json(asked.principal)
+    chosen = chosen_budget(
+        workflow.default_budget,
+        budget,
+        tools=[tool.name for tool in workflow.tools],
+        permissions=who.permissions,
+    )
+    calls = chosen_limits(workflow.limits, limits, permissions=who.permissions)
+    state = RunState(
+        run_id=asked.run_id,
+        tenant=asked.tenant,
+        workflow=workflow.name,
+        workflow_version=workflow.version,
+        goal=asked.goal,
+        principal=who,
+        input=input,
+        mode=Mode(asked.mode),
+        budget=chosen,
+        limits=calls,
+        left=BudgetLeft.full(chosen),
+    )
+    accepted: dict[str, Json] = {
+        "workflow": workflow.name,
+        "version": workflow.version,
+        "declared": workflow.declared(),
+        "budget": normal(chosen.to_json()),
+        "subject": who.subject,
+        "mode": state.mode.value,
+    }
+    phase = Phase.RESUME
+    first = workflow.stages[0]
+    if isinstance(first, AgentLoop) and first.allowed is None and chosen.concurrency:
+        # Such a loop's first command needs none of the workflow's own code, and saves a step.
+        turn = machine.start(workflow, state, state.view(remaining_ms=chosen.deadline_ms))
+        state, phase = turn.state, machine.phase_of(workflow, turn.state)
+    return NewRun(
+        run_id=asked.run_id,
+        tenant=asked.tenant,
+        workflow=workflow.name,
+        workflow_version=workflow.version,
+        goal=asked.goal,
+        principal=who,
+        input=state.input,
+        budget=chosen,
+        limits=calls,
+        state=state,
+        phase=phase,
+        events=(TraceEvent("run.accepted", 0, accepted),),
+        dedupe_key=asked.dedupe_key,
+        traceparent=asked.traceparent,
+    )
 
 
 def ask_bounded(
@@ -1075,12 +1098,6 @@ def _id(run: str | Run) -> str:
     return run_id
 
 
-def _are_texts(values: object) -> bool:
-    return isinstance(values, frozenset | set | list | tuple) and all(
-        isinstance(value, str) for value in values
-    )
-
-
 def _models_of(
     title: str,
     function: Callable[..., Any],
@@ -1135,49 +1152,6 @@ def _enums(contract: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(out.get("volatile"), list | tuple | set):
         out["volatile"] = frozenset(out["volatile"])
     return out
-
-
-def _limits(
-    workflow: Workflow, given: CallLimits | Mapping[str, Any] | None, who: Principal
-) -> CallLimits:
-    default = workflow.limits
-    if given is None:
-        return default
-    try:
-        chosen = given if isinstance(given, CallLimits) else replace(default, **given)
-    except TypeError:
-        raise InvalidBudget("limits", given, "model_ms and tool_ms") from None
-    for name, value in chosen.to_json().items():
-        own = getattr(default, name)
-        if value > own and "budget:raise" not in who.permissions:
-            raise InvalidBudget(name, value, _at_most(own))
-    return chosen
-
-
-def _at_most(own: object) -> str:
-    return (
-        f"at most the workflow's own {own} (or let the principal have the permission budget:raise)"
-    )
-
-
-def _checked_input(workflow: Workflow, given: Json | BaseModel) -> Json:
-    if isinstance(given, BaseModel):
-        given = given.model_dump(mode="json")
-    try:
-        text = canonical(given)
-    except HandrailError as error:
-        raise InvalidRun("input", str(error)) from None
-    if len(text) > _MAX_INPUT:
-        raise InvalidRun("input", f"it is longer than {_MAX_INPUT} characters")
-    if workflow.input is None:
-        return normal(given)
-    try:
-        checked = workflow.input.model_validate_json(text, strict=True, extra="forbid")
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"])) or "input"
-        raise InvalidRun(f"input.{where}", first["msg"]) from None
-    return normal(checked.model_dump(mode="json"))
 
 
 def _named(field: str, value: str | None) -> str | None:

@@ -12,7 +12,6 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from handrail.agent.pauses import DEFAULT_MAX_OPEN_UNKNOWNS
 from handrail.errors import BadInput
 
 #: A secret that could be tried out would let anybody approve.
@@ -97,10 +96,11 @@ class Settings(BaseSettings):
     key_prefix: str = ""
     fleet: str = ""
     tenant: str = "default"
+    database_schema: str = ""
     lease_ms: Annotated[int, Field(ge=1_000)] = 30_000
     max_stall_ms: Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(_stall)] = 20_000
     max_attempts: Annotated[int, Field(ge=1)] = 5
-    max_open_unknowns: Annotated[int, Field(ge=0)] = DEFAULT_MAX_OPEN_UNKNOWNS
+    max_open_unknowns: Annotated[int, Field(ge=0)] = 1_000
     max_open_handoffs: Annotated[int, Field(ge=0)] = 100
     in_flight: Annotated[int, Field(ge=1)] = 256
     drain_timeout_s: Annotated[float, Field(gt=0)] = 30.0

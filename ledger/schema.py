@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from handrail.ledger.database import Database
 from handrail.ledger.errors import NotMigrated
+from handrail.ledger.session import Session
 
 HEAD: Final = "0002"
 #: The oldest program that may use this schema, by the newest revision that it knows.
@@ -19,23 +19,27 @@ VERSION_TABLE: Final = "handrail_alembic_version"
 _UNDEFINED_TABLE: Final = "42P01"
 
 
-def check_migrated(database: Database) -> None:
+def check_migrated(database: Session) -> None:
     """Raise `NotMigrated` unless the database is at this program's revision; one statement."""
     found = revision_of(database)
     if found != HEAD:
         raise NotMigrated(found, HEAD)
 
 
-def revision_of(database: Database) -> str | None:
+def revision_of(database: Session) -> str | None:
     """Return the revision that a database is at, or None where it has none of our tables."""
     try:
         rows = database.run(f"SELECT version_num FROM {VERSION_TABLE}", {})
     except Exception as error:
-        if _lacks_the_table(error):
+        if lacks_the_table(error):
             return None
         raise
     return ", ".join(sorted(row["version_num"] for row in rows)) or None
 
 
-def _lacks_the_table(error: Exception) -> bool:
-    return getattr(error, "sqlstate", None) == _UNDEFINED_TABLE or "no such table" in str(error)
+def lacks_the_table(error: Exception) -> bool:
+    """Whether a statement failed because a table of ours is missing, whoever ran it."""
+    causes = (error, error.__cause__, getattr(error, "orig", None))
+    return "no such table" in str(error) or any(
+        getattr(cause, "sqlstate", None) == _UNDEFINED_TABLE for cause in causes
+    )

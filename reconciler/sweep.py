@@ -27,7 +27,7 @@ from handrail.agent.stage import End
 from handrail.agent.status import RunStatus
 from handrail.agent.tools import Tool
 from handrail.agent.workflow import Workflow
-from handrail.broker.message import StepMessage
+from handrail.broker.message import StepMessage, message_of
 from handrail.errors import HandrailError
 from handrail.ledger.ledger import DueStep, Ledger, Ruled
 from handrail.ledger.lock import IntentLock, LocalLock
@@ -37,7 +37,7 @@ from handrail.reconciler.compensate import Compensator
 from handrail.reconciler.errands import Errand, Errands, Part
 from handrail.reconciler.pace import Pace
 from handrail.tasks.calls import Ask, Called, ToolCall, answered, asked, at_any_time
-from handrail.tasks.runtime import DEFAULT_MAX_STALL_MS, message_of
+from handrail.tasks.runtime import DEFAULT_MAX_STALL_MS
 
 log = logging.getLogger("handrail.reconciler")
 #: How many runs of each kind are taken at a time.

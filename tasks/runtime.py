@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from handrail.agent.workflow import Workflow
-from handrail.broker.message import StepMessage
+from handrail.broker.message import StepMessage, message_of
 from handrail.errors import HandrailError, InvalidDefinition
 from handrail.gateway.model import ModelGateway
 from handrail.ledger.ledger import Claim, DueStep, Ledger, StepEnd
@@ -262,16 +262,3 @@ class Runtime:
         self._hurry.set()
         if self._renewal is not None:
             self._renewal.join(timeout=5)
-
-
-def message_of(due: DueStep) -> StepMessage:
-    """Make the message of a due step."""
-    return StepMessage(
-        run_id=due.run_id,
-        step=due.step,
-        epoch=due.epoch,
-        deadline_at=due.deadline_at,
-        remaining_ms=due.remaining_ms,
-        budget=due.budget,
-        traceparent=due.traceparent,
-    )
