@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Final
+from urllib.parse import urlsplit
 
 import redis
 
@@ -60,43 +61,33 @@ class PublishFailed(TryLater):
 
 
 class Publisher:
-    """Publishes step messages on an app's broker. Thread-safe, and safe to carry over a fork."""
+    """Publishes step messages on a broker: that of a Celery app, or by its address alone (on one
+    Redis server that needs no Celery). Thread-safe, and safe to carry over a fork.
+    """
 
-    def __init__(self, app: Celery, *, timeout_s: float = TIMEOUT_S) -> None:
-        url = redis_url(app)
-        prefix = app.conf.broker_transport_options.get("global_keyprefix", "")
-        client = redis_client(url, timeout_s=timeout_s, **ssl_options(app)) if url else None
-        self._set_up(client, prefix, timeout_s)
-        self.__dict__["_app"] = app
-
-    @classmethod
-    def at(
-        cls, broker_url: str, *, key_prefix: str = "", timeout_s: float = TIMEOUT_S
-    ) -> Publisher:
-        """Make a publisher on a broker by its address; on one Redis server it needs no Celery."""
-        made = cls.__new__(cls)
-        client = None
-        if is_one_redis(broker_url):
-            checks = broker_url.startswith("rediss") and "ssl_" not in broker_url
-            options = {"ssl_cert_reqs": ssl.CERT_REQUIRED} if checks else {}
-            client = redis_client(broker_url, timeout_s=timeout_s, **options)
-        made._set_up(client, key_prefix, timeout_s)
-        made._broker_url = broker_url
-        return made
-
-    def _set_up(self, client: redis.Redis | None, key_prefix: str, timeout_s: float) -> None:
-        self._client = client
-        self._timeout_s = timeout_s
+    def __init__(
+        self, broker: Celery | str, *, key_prefix: str = "", timeout_s: float = TIMEOUT_S
+    ) -> None:
+        if isinstance(broker, str):
+            url = broker if is_one_redis(broker) else None
+            options = _checking_certificates(broker)
+        else:
+            url, options = redis_url(broker), ssl_options(broker)
+            key_prefix = broker.conf.broker_transport_options.get("global_keyprefix", "")
+        self._broker = broker
         self._key_prefix = key_prefix
-        self._key = key_prefix + STEPS_QUEUE
+        self._timeout_s = timeout_s
         self._parts = _envelope().split(_ID)
-        self._broker_url = ""
+        self._client = redis_client(url, timeout_s=timeout_s, **options) if url else None
+        self._key = key_prefix + STEPS_QUEUE
 
     @cached_property
     def _app(self) -> Celery:
+        if not isinstance(self._broker, str):
+            return self._broker
         from handrail.broker.app import make_app
 
-        return make_app(broker_url=self._broker_url, key_prefix=self._key_prefix)
+        return make_app(broker_url=self._broker, key_prefix=self._key_prefix)
 
     def publish(self, messages: Sequence[StepMessage]) -> int:
         """Publish messages, on Redis with one command for all. Returns how many there were.
@@ -189,6 +180,13 @@ class Courier:
     def close(self) -> None:
         """Close the connections. Publishing again opens new ones."""
         self._publisher.close()
+
+
+def _checking_certificates(url: str) -> dict[str, Any]:
+    """Over TLS a certificate is checked, unless the address says otherwise."""
+    if urlsplit(url).scheme == "rediss" and "ssl_" not in url:
+        return {"ssl_cert_reqs": ssl.CERT_REQUIRED}
+    return {}
 
 
 def _envelope() -> str:

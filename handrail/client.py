@@ -277,7 +277,7 @@ class Client:
         url, prefix = self.settings.broker_url, self.settings.key_prefix
         if not url:  # the sweep publishes
             return None
-        return Courier(Publisher.at(url, key_prefix=prefix, timeout_s=IN_PASSING_S))
+        return Courier(Publisher(url, key_prefix=prefix, timeout_s=IN_PASSING_S))
 
     @cached_property
     def _database(self) -> Database:

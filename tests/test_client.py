@@ -132,7 +132,7 @@ import sys
 import handrail.client
 from handrail.broker.publish import Courier, Publisher
 handrail.client.Client(database_url="sqlite://")
-Publisher.at("redis://127.0.0.1:1")
+Publisher("redis://127.0.0.1:1")
 heavy = {(*HEAVY, "celery", "kombu", "sqlalchemy", "sqlmodel", "alembic")!r}
 print(*sorted(name for name in sys.modules if name.startswith(heavy)))
 """
