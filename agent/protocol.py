@@ -140,6 +140,36 @@ class Closing:
     evidence: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gone:
+    """A version of a workflow that no worker has had for the patience, although others are there.
+
+    `live` are the versions of that workflow which workers have; `seen_ms_ago` is None where nobody
+    has ever announced it.
+    """
+
+    workflow: str
+    version: str
+    seen_ms_ago: int | None
+    live: tuple[str, ...]
+    patience_ms: int
+
+    @property
+    def wanted(self) -> str:
+        """The version as a worker knows it."""
+        return f"{self.workflow}@{self.version}"
+
+    def to_json(self) -> dict[str, Json]:
+        """What a person has to know of it."""
+        return {
+            "wanted": self.wanted,
+            "seen_ms_ago": "never" if self.seen_ms_ago is None else self.seen_ms_ago,
+            "live": list(self.live) or "none",
+            "next_step": f"Start a worker that has {self.wanted} and resume the run, or settle what"
+            " it was about in another way.",
+        }
+
+
 #: The evidence that a report is which may settle a doubt later: under "proves", its judged record.
 KEPT_REPORT: Final = "report-kept"
 
@@ -834,6 +864,56 @@ def wake(locked: Locked, *, max_attempts: int, max_stall_ms: int | None) -> Ruli
         return _stop(locked, Reason.CANCELLED)
     overdue = _overdue(locked)
     return None if overdue is None else spent(locked, overdue)
+
+
+def version_unavailable(
+    locked: Locked, gone: Gone, *, stood_since: int | None = None
+) -> Ruling | None:
+    """Hand a run to a person whose version of its workflow no worker has; None: it waits on.
+
+    It has waited for that long itself: since it was due, or, reconciling, since `stood_since`, when
+    it last moved. One whose working time is over while nobody could use it has waited long enough.
+    A write in doubt stays so: its run is a person's with the doubt.
+    """
+    if locked.lease_until is not None or locked.now >= locked.expires_at:
+        return None
+    state, effect = locked.state, locked.effect
+    problem = f"no worker has {gone.wanted}"
+    more: dict[str, Json] = {"version": gone.to_json()}
+    if state.status is _S.RECONCILING:
+        if stood_since is None or locked.now - stood_since < gone.patience_ms:
+            return None
+        return _gone_over_a_write(locked, problem, more)
+    if state.status not in CLAIMABLE or locked.due_at is None or locked.cancel_requested:
+        return None
+    waited = locked.now - locked.due_at >= gone.patience_ms or locked.left_ms <= 0
+    if not waited or locked.own_effect is EffectStatus.DISPATCHED:
+        return None
+    if locked.own_effect is EffectStatus.UNKNOWN:
+        assert effect is not None
+        given = _handed_off(locked, effect, problem)
+        return replace(given, handoff={**(given.handoff or {}), **more})
+    turn = machine.stop(state, Reason.VERSION_UNAVAILABLE, locked.view(), {"wanted": gone.wanted})
+    package = {**handoff_of(turn.state, effect), "problem": problem, **more}
+    return Ruling(state=turn.state, events=turn.events, lease="take", handoff=package)
+
+
+def _gone_over_a_write(locked: Locked, problem: str, more: Mapping[str, Json]) -> Ruling | None:
+    """Nobody can ask about a write, or undo it: the doubt stays, and a person has it."""
+    effect = locked.effect
+    if effect is None or locked.kept is not None:
+        return None
+    if _is_undoing(locked):
+        if locked.own_effect is EffectStatus.DISPATCHED:
+            return None  # whoever sent it has the word, for as long as it may take
+        in_doubt = locked.undoing is not None and effect.status is EffectStatus.UNKNOWN
+        reason = None if in_doubt else Reason.VERSION_UNAVAILABLE
+        given = _undoing_with_person(locked, problem, reason, [])
+    elif effect.status is EffectStatus.UNKNOWN:
+        given = _handed_off(locked, effect, problem)
+    else:
+        return None
+    return replace(given, handoff={**(given.handoff or {}), **more})
 
 
 def _overdue(locked: Locked) -> Reason | None:

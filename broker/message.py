@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from handrail.errors import BadInput
 from handrail.ledger.accept import DueStep
+from handrail.tracing import TRACEPARENT_PATTERN
 
 STEP_TASK: Final = "handrail.step"
 STEPS_QUEUE: Final = "handrail.steps"
@@ -23,7 +24,6 @@ SWEEP_TASK: Final = "handrail.reconcile.sweep"
 RECONCILE_QUEUE: Final = "handrail.reconcile"
 MAX_MESSAGE_BYTES: Final = 16_384  # ours have a few hundred
 RUN_ID_PATTERN: Final = r"^[A-Za-z0-9_-]{1,64}$"
-TRACEPARENT_PATTERN: Final = r"^00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$"  # W3C trace context
 _LARGEST: Final = 2**53 - 1  # the integers that every JSON reader keeps exact
 
 Count = Annotated[int, Field(ge=0, le=_LARGEST)]

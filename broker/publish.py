@@ -163,7 +163,8 @@ class Courier:
     After a failure it does not try for some seconds; whatever it leaves the sweep publishes.
     """
 
-    def __init__(self, publisher: Publisher) -> None:
+    def __init__(self, publisher: Publisher, *, url: str = "") -> None:
+        self.url = url  # where it publishes, for whoever has to know
         self._publisher = publisher
         self._rests_until = 0.0
 

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Protocol, runtime_checkable
 
-from handrail.broker.message import RUN_ID_PATTERN, TRACEPARENT_PATTERN
+from handrail.broker.message import RUN_ID_PATTERN
 from handrail.canonical import Json, canonical, escaped
 from handrail.errors import BadInput, HandrailError
+from handrail.tracing import TRACEPARENT_PATTERN
 
 MODES: Final = ("live", "shadow")
 RUN_ID: Final = re.compile(RUN_ID_PATTERN)

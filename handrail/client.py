@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
+from handrail import tracing
 from handrail.asked import RUN_ID, Asked, Subject, UnknownWorkflow, checked
 from handrail.broker.message import message_of
 from handrail.broker.publish import IN_PASSING_S, Courier, Publisher
@@ -112,6 +113,7 @@ class Client:
         self._given = {"database_url": database_url, "broker_url": broker_url}
         self._settings = settings
         self._host = host
+        self._courier: Courier | None = None
 
     @cached_property
     def settings(self) -> Settings:
@@ -158,7 +160,7 @@ class Client:
             tenant=self.settings.tenant if tenant is None else tenant,
             dedupe_key=dedupe_key,
             run_id=run_id,
-            traceparent=traceparent,
+            traceparent=tracing.current() if traceparent is None else traceparent,
             mode=mode,
         )
         transaction = self._transaction(session)
@@ -230,10 +232,10 @@ class Client:
 
     def close(self) -> None:
         """Close what this process has opened."""
-        for name in ("_courier", "fleet", "_database"):
-            part = self.__dict__.pop(name, None)
+        for part in (self._courier, *(self.__dict__.pop(n, None) for n in ("fleet", "_database"))):
             if part is not None:
                 part.close()
+        self._courier = None
         self.__dict__.pop("_own", None)
 
     # ---- inside ----------------------------------------------------------------------------------
@@ -269,21 +271,26 @@ class Client:
         return bounded(row, entry.prepared, budget, limits, permissions=asked.permissions)
 
     def _publish(self, inserted: Inserted) -> None:
-        if inserted.due is not None and self._courier is not None:
-            self._courier.publish([message_of(inserted.due)])
+        url = self.settings.broker_url or self._embedded()
+        if inserted.due is None or not url:  # without a broker the sweep sets it going
+            return
+        if self._courier is None or self._courier.url != url:
+            publisher = Publisher(url, key_prefix=self.settings.key_prefix, timeout_s=IN_PASSING_S)
+            self._courier = Courier(publisher, url=url)
+        self._courier.publish([message_of(inserted.due)])
 
-    @cached_property
-    def _courier(self) -> Courier | None:
-        url, prefix = self.settings.broker_url, self.settings.key_prefix
-        if not url:  # the sweep publishes
-            return None
-        return Courier(Publisher(url, key_prefix=prefix, timeout_s=IN_PASSING_S))
+    def _embedded(self) -> str:
+        """The embedded Valkey that a worker runs for the same home, at this moment."""
+        from handrail.shared_valkey import find
+
+        found = None if self.settings.database == "sqlite://" else find(self.settings.home)
+        return "" if found is None else found.url
 
     @cached_property
     def _database(self) -> Database:
         from handrail.ledger.database import Database
 
-        return Database(self.settings.database)
+        return Database(self.settings.database, schema=self.settings.database_schema)
 
     @cached_property
     def _own(self) -> _Way:

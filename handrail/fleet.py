@@ -67,7 +67,7 @@ from handrail.broker.message import SWEEP_TASK, StepMessage, message_of
 from handrail.broker.publish import IN_PASSING_S, Courier, Publisher, PublishFailed
 from handrail.broker.signal import CancelSignal
 from handrail.broker.verify import UnsafeConfiguration
-from handrail.canonical import Json, normal
+from handrail.canonical import Json, dumps, normal
 from handrail.desk import Desk, InvalidQuery, must_see
 from handrail.errors import (
     BadInput,
@@ -79,8 +79,9 @@ from handrail.gateway.model import ModelGateway, Planner
 from handrail.hosts import Host, Transaction, of_session
 from handrail.inputs import by_model, described
 from handrail.ledger.accept import Inserted, accept
+from handrail.ledger.catalog import Announcement, Listed, seen_every_s
 from handrail.ledger.errors import UnknownRun
-from handrail.ledger.ledger import DueStep, Ledger, NewRun, Ruled, row_of
+from handrail.ledger.ledger import MOST_COUNTED, DueStep, Ledger, NewRun, Ruled, row_of
 from handrail.ledger.lock import IntentLock, LocalLock, RedisLock
 from handrail.ledger.rows import state_columns
 from handrail.ledger.schema import check_migrated
@@ -93,7 +94,7 @@ from handrail.runs import Run, run_of
 from handrail.settings import Settings
 from handrail.shared_valkey import SharedValkey, find
 from handrail.signals import Messenger
-from handrail.tasks.calls import Called, ToolCall, at_any_time, call, in_thread
+from handrail.tasks.calls import AROUND, Around, Called, ToolCall, at_any_time, call, in_thread
 from handrail.tasks.runtime import Runtime
 from handrail.tasks.step import run_step
 
@@ -174,6 +175,9 @@ class Fleet:
         #: How a model that is a plain function is called; None: on the event loop, so that it must
         #: not block.
         self.beside: Callable[..., Awaitable[Any]] | None = in_thread
+        #: Makes what is entered around each call of a tool, a model or a query that is a plain
+        #: function, in its thread: a framework's connections, its application.
+        self.around_calls: Around | None = None
         self._joined: SharedValkey | None = None
         _let_celery_find(sys._getframe(1).f_globals)
 
@@ -351,6 +355,23 @@ class Fleet:
     def _publish_first(self, inserted: Inserted) -> None:
         if inserted.due is not None and self._reach.broker_url:
             self._courier.publish([message_of(inserted.due)])
+
+    def announce(self) -> None:
+        """Tell the ledger's catalog which versions of workflows this fleet has.
+
+        Every worker does it when it starts. To do it in a release step as well lets light clients
+        accept runs of a new workflow before its first worker is up. Safe to repeat.
+        """
+        self.ledger.announce(
+            [
+                Announcement(flow.name, flow.version, dumps(self.entry_of(flow)))
+                for flow in self.workflows.values()
+            ]
+        )
+
+    def workflow_versions(self) -> list[Listed]:
+        """List the versions that the fleet's workers have announced, by name, the latest first."""
+        return self.ledger.catalog.listed(most=MOST_COUNTED)
 
     def entry_of(self, workflow: Workflow) -> dict[str, Json]:
         """What the catalog holds of a workflow: all that accepting a run of it takes, so that a web
@@ -710,7 +731,7 @@ class Fleet:
         try:
             while True:
                 while queue:
-                    shared_loop().submit(run_step(runtime, queue.pop(0))).result()
+                    shared_loop().submit(self._run_step(runtime, queue.pop(0))).result()
                 row = self.ledger.read(_id(run_id))
                 run = run_of(row)
                 if run.rests:
@@ -744,6 +765,8 @@ class Fleet:
             max_open_handoffs=self.settings.max_open_handoffs,
             escalate_ms=int(self.settings.escalate_after_s * 1000),
             tell=self._messenger.tell,
+            schema=self.settings.database_schema,
+            version_patience_ms=int(self.settings.version_patience_s * 1000),
         )
         if ledger.database.in_memory:
             from handrail.ledger import migrate  # here: a worker never needs what it imports
@@ -759,7 +782,7 @@ class Fleet:
             self.settings.home.mkdir(parents=True, exist_ok=True)
         from handrail.ledger import migrate
 
-        return migrate.upgrade(self.settings.database)
+        return migrate.upgrade(self.settings.database, schema=self.settings.database_schema)
 
     @cached_property
     def celery(self) -> Celery:
@@ -838,7 +861,7 @@ class Fleet:
             ledger=self.ledger,
             workflows=self.workflows,
             publish=publish or self._deliver,
-            ask=ask_bounded,
+            ask=functools.partial(ask_bounded, around=self.around_calls),
             lock=lock or self._lock(),
             max_stall_ms=self.settings.max_stall_ms,
             max_attempts=self.settings.max_attempts,
@@ -913,7 +936,11 @@ class Fleet:
     # ---- inside a worker -------------------------------------------------------------------------
 
     async def _handle(self, message: StepMessage) -> None:
-        await run_step(self._runtime, message)
+        await self._run_step(self._runtime, message)
+
+    async def _run_step(self, runtime: Runtime, message: StepMessage) -> None:
+        AROUND.set(self.around_calls)
+        await run_step(runtime, message)
 
     def _drain(self, timeout_s: float) -> None:
         for name in ("_sweep_timer", "_reconciler"):
@@ -925,16 +952,26 @@ class Fleet:
     def _on_worker_init(self, **_: object) -> None:
         """Refuse to start without a ledger; after any other exception Celery would go on."""
         try:
-            self.ledger.now()
+            self.announce()
         except HandrailError as error:
             raise SystemExit(f"error[{error.code}]: {error}") from None
 
     def _on_worker_ready(self, **_: object) -> None:
         runtime = self._runtime
+        every_s = seen_every_s(self.ledger.version_patience_ms)
+        runtime.be_seen(functools.partial(self._say_seen, every_s), every_s=every_s)
         if self._reach.redis:
             self._cancel_signal.listen(runtime.cancel_signalled)
         if self.settings.sweep_in_workers:
             self._sweep_timer.start()
+
+    def _say_seen(self, every_s: float) -> bool:
+        """Say which versions are here; returns whether other workers have other ones."""
+        keys = self.workflows.keys()
+        there = self.ledger.seen(keys, every_ms=int(every_s * 1000))
+        if not there.issuperset(keys):  # the database was set back to before we came
+            self.announce()
+        return bool(there - keys)
 
     def _on_worker_shutdown(self, **_: object) -> None:
         self._close("_sweep_timer", "_reconciler", "_cancel_signal", "_runtime", "_messenger")
@@ -1035,10 +1072,13 @@ def ask_bounded(
     context: ToolCall,
     limit_ms: int,
     in_time: Callable[[], bool] = at_any_time,
+    *,
+    around: Around | None = None,
 ) -> Future[Called]:
     """Begin a call under its time limit, on the process's event loop or in a thread of its own."""
 
     async def ask() -> Called:
+        AROUND.set(around)
         return await call(
             function,
             arguments,

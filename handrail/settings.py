@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from handrail.errors import BadInput
+from handrail.ledger.session import SCHEMA_NAME
 
 #: A secret that could be tried out would let anybody approve.
 SHORTEST_SECRET: Final = 32
@@ -64,6 +65,12 @@ def _secrets(value: str) -> str:
     return value
 
 
+def _schema(value: str) -> str:
+    if value and not SCHEMA_NAME.fullmatch(value):
+        raise ValueError("give a name of small letters, digits and _ that begins with no digit")
+    return value
+
+
 Address = Annotated[str, AfterValidator(_address)]
 
 
@@ -71,11 +78,15 @@ class Settings(BaseSettings):
     """What a deployment declares. Times are milliseconds unless the name says otherwise.
 
     `database_url`: `sqlite:///file` or `postgresql://...`; empty: an SQLite file in `home`.
+    `database_schema` (PostgreSQL only): the schema that the ledger's tables are in; empty: whatever
+    the search path says.
     `broker_url`: `redis://...` or `amqp://...`; empty: an embedded Valkey, started by the command.
     `max_stall_ms`: the longest time by which a request can still leave a worker after its dispatch
     deadline (a paused machine, a stalled network); `unbounded` means that nobody vouches for one.
     `sweep_in_workers`: each worker sweeps by a timer of its own, so that no beat is needed.
     `queries_at_once`: how many queries one sweep has under way; one tool gets half of them.
+    `version_patience_s`: a run whose version of its workflow no worker has had for so long is
+    handed to a person.
     `approval_secret` signs approval tokens: a random text, or several with commas between, the
     newest first. `decisions_per_minute`: so many a person may make, 0: any number.
     `escalate_after_s`: a handoff that nobody has resolved by then is escalated.
@@ -96,7 +107,7 @@ class Settings(BaseSettings):
     key_prefix: str = ""
     fleet: str = ""
     tenant: str = "default"
-    database_schema: str = ""
+    database_schema: Annotated[str, AfterValidator(_schema)] = ""
     lease_ms: Annotated[int, Field(ge=1_000)] = 30_000
     max_stall_ms: Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(_stall)] = 20_000
     max_attempts: Annotated[int, Field(ge=1)] = 5
@@ -107,6 +118,7 @@ class Settings(BaseSettings):
     sweep_every_s: Annotated[float, Field(gt=0)] = 2.0
     sweep_in_workers: bool = False
     queries_at_once: Annotated[int, Field(ge=1)] = 16
+    version_patience_s: Annotated[float, Field(gt=0)] = 900.0
     approval_secret: Annotated[str, AfterValidator(_secrets)] = Field(default="", repr=False)
     decisions_per_minute: Annotated[int, Field(ge=0)] = 60
     escalate_after_s: Annotated[float, Field(gt=0)] = 4 * 3_600.0
@@ -124,6 +136,15 @@ class Settings(BaseSettings):
                 for e in error.errors(include_url=False, include_input=False)
             )
             raise InvalidSettings(problems) from None
+
+    def to_environment(self) -> dict[str, str]:
+        """Write the settings as the variables that `read` reads, for a command in this process."""
+        values = {name: getattr(self, name) for name in type(self).model_fields}
+        return {
+            f"HANDRAIL_{name.upper()}": "unbounded" if value is None else str(value)
+            for name, value in values.items()
+            if value != ""
+        }
 
     @property
     def database(self) -> str:

@@ -13,7 +13,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +21,7 @@ from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError
 
 from handrail.ledger.errors import DatabaseUnavailable, LedgerLocked, UnsupportedDatabase
-from handrail.ledger.session import PG_NOW, ConnectionLost, Session
+from handrail.ledger.session import PG_NOW, SCHEMA_NAME, ConnectionLost, Session
 
 _BUSY_TIMEOUT_MS: Final = 10_000
 _CONNECT_TIMEOUT_S: Final = 5
@@ -35,6 +35,8 @@ _STATEMENT_TIMEOUT_MS: Final = 10_000
 _LOCK_TIMEOUT_MS: Final = 8_000
 #: Between two statements of a transaction there is nothing but arithmetic.
 _IDLE_TIMEOUT_MS: Final = 15_000
+#: Every thread has its own connection: nobody waits for another.
+_EACH_ITS_OWN: Final = nullcontext()
 
 
 def ledger_file(url: str) -> Path | None:
@@ -46,12 +48,16 @@ def ledger_file(url: str) -> Path | None:
 
 class Database:
     """A database by its URL. `clock` (SQLite only) replaces the machine's clock, in
-    milliseconds.
+    milliseconds; `schema` (PostgreSQL only) is where our tables are, whatever the search path says.
     """
 
     dialect: str
+    postgres: bool  # whether this is PostgreSQL
+    in_memory: bool  # whether this is an SQLite database that lives in this process alone
 
-    def __init__(self, url: str | URL, *, clock: Callable[[], int] | None = None) -> None:
+    def __init__(
+        self, url: str | URL, *, clock: Callable[[], int] | None = None, schema: str = ""
+    ) -> None:
         try:
             self.url = make_url(url)
         except ArgumentError:
@@ -60,6 +66,15 @@ class Database:
         if backend not in ("sqlite", "postgresql"):
             raise UnsupportedDatabase(self.shown, f"{backend} is neither SQLite nor PostgreSQL")
         self.dialect = backend
+        self.postgres = backend == "postgresql"
+        self.schema = schema
+        if schema and not self.postgres:
+            raise UnsupportedDatabase(
+                self.shown, "SQLite has no schemas, and HANDRAIL_DATABASE_SCHEMA names one"
+            )
+        if schema and not SCHEMA_NAME.fullmatch(schema):
+            raise UnsupportedDatabase(self.shown, f"{schema!r} cannot be the name of our schema")
+        self.in_memory = not self.postgres and self.url.database in (None, "", ":memory:")
         self._clock = clock or _wall_clock
         self._local = threading.local()
         self._shared: Any = None  # an in-memory SQLite has one connection for all threads
@@ -71,16 +86,6 @@ class Database:
     def shown(self) -> str:
         """The URL without its password."""
         return self.url.render_as_string(hide_password=True)
-
-    @property
-    def postgres(self) -> bool:
-        """Whether this is PostgreSQL."""
-        return self.dialect == "postgresql"
-
-    @property
-    def in_memory(self) -> bool:
-        """Whether this is an SQLite database that lives in this process alone."""
-        return not self.postgres and self.url.database in (None, "", ":memory:")
 
     def now(self) -> int:
         """Return the database's time. SQLite has no clock but its process's."""
@@ -152,13 +157,8 @@ class Database:
 
     # ---- inside ----------------------------------------------------------------------------------
 
-    @contextmanager
-    def _serialised(self) -> Iterator[None]:
-        if self.in_memory:
-            with self._guard:
-                yield
-        else:
-            yield
+    def _serialised(self) -> AbstractContextManager[object]:
+        return self._guard if self.in_memory else _EACH_ITS_OWN
 
     def _connection(self) -> Any:
         if self.in_memory:
@@ -225,6 +225,8 @@ class Database:
         }
         try:
             connection = Connection(**parameters)
+            if self.schema:
+                connection.run(f'SET search_path TO "{self.schema}"', {})
             connection.run(f"SET statement_timeout = {_STATEMENT_TIMEOUT_MS}", {})
             connection.run(f"SET lock_timeout = {_LOCK_TIMEOUT_MS}", {})
             # A process that stands still in a transaction does not keep its rows from the others.
@@ -240,10 +242,10 @@ class Database:
             rows: list[dict[str, Any]] = connection.run(sql, params)
             return rows
         cursor = connection.execute(sql, params)
-        if not cursor.description:
+        if not (columns := cursor.description) or not (found := cursor.fetchall()):
             return []
-        names = [column[0] for column in cursor.description]
-        return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+        names = [column[0] for column in columns]
+        return [dict(zip(names, row, strict=True)) for row in found]
 
     def _translated(self, connection: Any, error: BaseException) -> BaseException:
         if isinstance(error, sqlite3.OperationalError):

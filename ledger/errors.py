@@ -20,7 +20,8 @@ class NotMigrated(HandrailError):
         if (self.found or "") > self.wanted:  # they are numbered, with zeros in front
             return (
                 f"the ledger's database is at {self.found}, of a newer release than this one, which"
-                f" knows {self.wanted}: run the release of Handrail that has it"
+                f" knows {self.wanted} and cannot work on it: run the release of Handrail that has"
+                " it"
             )
         return (
             f"the ledger's database is at {self.found or 'no version'}, this program needs"

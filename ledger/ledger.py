@@ -35,6 +35,7 @@ from handrail.agent.protocol import (
     KEPT_REPORT,
     PAUSED_MS,
     Consent,
+    Gone,
     KeptReport,
     Locked,
     OpenHandoff,
@@ -56,6 +57,8 @@ from handrail.ledger.accept import (
     accept,
     snapshot,
 )
+from handrail.ledger.catalog import MISSED_MS, Announcement, Catalog, array
+from handrail.ledger.columns import APPROVAL, EFFECT, HANDOFF
 from handrail.ledger.database import Database
 from handrail.ledger.errors import DatabaseUnavailable, LedgerLocked, UnknownRun
 from handrail.ledger.people import People, append_audit, last_act, was_written
@@ -79,6 +82,8 @@ MAX_OPEN_HANDOFFS: Final = 100
 ESCALATE_MS: Final = 4 * 3_600_000
 #: A sweep that takes a batch and dies delays it by this long.
 POSTPONE_MS: Final = 15_000
+#: For how long a version of a workflow may be away before people are asked about its runs.
+VERSION_PATIENCE_MS: Final = 900_000
 #: Figures count no further: an operator needs no more than "very many".
 MOST_COUNTED: Final = 10_000
 
@@ -171,13 +176,15 @@ class UndoPlan:
 class Woken:
     """A run that the sweep has taken: a due step to publish again (`due`), or something to decide.
 
-    `tool` is that of the effect in doubt, where the run is reconciling.
+    `tool` is that of the effect in doubt, where the run is reconciling; `gone` says that no worker
+    has the run's version of its workflow.
     """
 
     run_id: str
     status: RunStatus
     due: DueStep | None
     tool: str | None = None
+    gone: Gone | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +213,8 @@ class Ledger:
 
     While `max_open_handoffs` of one subject are open, nothing of it may be dispatched; while
     `max_open_unknowns` effects of a tool are unknown, nothing new of it may be dispatched; 0
-    sets no bound.
+    sets no bound. `schema` (PostgreSQL only) is where its tables are. A version of a workflow that
+    no worker has had for `version_patience_ms` is gone.
     """
 
     def __init__(
@@ -220,8 +228,11 @@ class Ledger:
         escalate_ms: int = ESCALATE_MS,
         new_id: Callable[[], str] | None = None,
         tell: Callable[[Notice], None] | None = None,
+        schema: str = "",
+        version_patience_ms: int = VERSION_PATIENCE_MS,
     ) -> None:
-        self.database = Database(url, clock=clock)
+        self.database = Database(url, clock=clock, schema=schema)
+        self.version_patience_ms = version_patience_ms
         self.lease_ms = lease_ms
         self.max_open_unknowns = max_open_unknowns
         self.escalate_ms = escalate_ms
@@ -238,6 +249,19 @@ class Ledger:
     def people(self) -> People:
         """What people are asked and what they do."""
         return People(self.database, new_id=self._new_id)
+
+    @property
+    def catalog(self) -> Catalog:
+        """Which versions of workflows the fleet has."""
+        return Catalog(self.database)
+
+    def announce(self, announced: Sequence[Announcement]) -> None:
+        """Record versions of workflows that somebody has; see `Catalog.announce`."""
+        self.catalog.announce(announced)
+
+    def seen(self, keys: Collection[str], *, every_ms: int) -> set[str]:
+        """Say that a live worker has these versions (`name@version`); see `Catalog.seen`."""
+        return self.catalog.seen(keys, every_ms=every_ms)
 
     def now(self) -> int:
         """The ledger's time, in milliseconds since the epoch."""
@@ -819,7 +843,10 @@ class Ledger:
         """The consent under which an effect that is to be sent again was dispatched."""
         if effect is None or effect.approval_id is None or row["status"] != RunStatus.EXECUTING:
             return None
-        found = tx.run("SELECT * FROM handrail_approval WHERE id = :id", {"id": effect.approval_id})
+        found = tx.run(
+            f"SELECT {APPROVAL} FROM handrail_approval WHERE id = :id",
+            {"id": effect.approval_id},
+        )
         return approval_of(found[0]) if found else None
 
     def _late_receipt(self, tx: Session, effect: Effect) -> KeptReport | None:
@@ -837,7 +864,7 @@ class Ledger:
 
     def _open_approval(self, tx: Session, run_id: str) -> Approval | None:
         found = tx.run(
-            "SELECT * FROM handrail_approval WHERE run_id = :run_id"
+            f"SELECT {APPROVAL} FROM handrail_approval WHERE run_id = :run_id"
             " AND status IN ('pending', 'approved') ORDER BY requested_at DESC, id LIMIT 1",
             {"run_id": run_id},
         )
@@ -861,7 +888,7 @@ class Ledger:
         if handoff_id is not None:
             lock = statements.dialect(self._postgres).lock if hold else ""
             found = tx.run(
-                "SELECT * FROM handrail_handoff WHERE id = :id AND run_id = :run_id"
+                f"SELECT {HANDOFF} FROM handrail_handoff WHERE id = :id AND run_id = :run_id"
                 f" AND status = 'open' {lock}",
                 {"id": handoff_id, "run_id": row["id"]},
             )
@@ -869,7 +896,7 @@ class Ledger:
         if row["status"] != RunStatus.AWAITING_INPUT:
             return None, None
         found = tx.run(
-            "SELECT * FROM handrail_handoff"
+            f"SELECT {HANDOFF} FROM handrail_handoff"
             " WHERE run_id = :run_id AND status = 'open' AND reason = :question",
             {"run_id": row["id"], "question": Reason.CLARIFICATION_REQUIRED.value},
         )
@@ -914,7 +941,9 @@ class Ledger:
         if effect_id is None:
             return None, 0
         lock = statements.dialect(self._postgres).lock if hold else ""
-        found = tx.run(f"SELECT * FROM handrail_effect WHERE id = :id {lock}", {"id": effect_id})
+        found = tx.run(
+            f"SELECT {EFFECT} FROM handrail_effect WHERE id = :id {lock}", {"id": effect_id}
+        )
         holders = tx.run(
             "SELECT count(*) AS others FROM handrail_effect_holder AS h"
             " JOIN handrail_run AS r ON r.id = h.run_id"
@@ -1344,15 +1373,51 @@ class Ledger:
         if waiting:
             put_off = self._put_off(waiting)
             rows = [row for row in rows if row["id"] not in put_off]
+        gone = self._gone(rows)
         return [
             Woken(
                 row["id"],
                 RunStatus(row["status"]),
-                _due_of(row) if _is_plainly_due(row) else None,
+                _due_of(row) if _is_plainly_due(row) and row["id"] not in gone else None,
                 row["tool"],
+                gone.get(row["id"]),
             )
             for row in rows
         ]
+
+    def _gone(self, rows: Sequence[Row]) -> dict[str, Gone]:
+        """Which of these runs have long waited for a worker, and wait for a version that none has.
+
+        Where nobody has waited long, nothing is asked.
+        """
+        found: dict[str, Gone] = {}
+        overdue_ms = min(MISSED_MS, self.version_patience_ms)
+        for patience_ms, waits in (
+            (self.version_patience_ms, _has_waited(self.version_patience_ms)),
+            (overdue_ms, _could_not_start),
+        ):
+            waiting = [row for row in rows if row["id"] not in found and waits(row)]
+            if not waiting:
+                continue
+            gone = self.catalog.gone([_version_of(row) for row in waiting], patience_ms=patience_ms)
+            for row in waiting:
+                if _version_of(row) in gone:
+                    found[row["id"]] = gone[_version_of(row)]
+        return found
+
+    def gone(self, workflow: str, version: str) -> Gone | None:
+        """Whether no worker has had a version of a workflow for the patience."""
+        version_of = (workflow, version)
+        found = self.catalog.gone([version_of], patience_ms=self.version_patience_ms)
+        return found.get(version_of)
+
+    def moved_at(self, run_id: str) -> int:
+        """When a run last moved, by its trace."""
+        rows = self.database.run(
+            "SELECT at FROM handrail_trace WHERE run_id = :run_id ORDER BY seq DESC LIMIT 1",
+            {"run_id": run_id},
+        )
+        return int(rows[0]["at"]) if rows else 0
 
     def published(self, due: Sequence[DueStep]) -> None:
         """Count a publication of due steps, and set when the sweep repeats it.
@@ -1586,7 +1651,7 @@ class Ledger:
         if unresolved:
             where.append("unknown_since IS NOT NULL")
         rows = self.database.run(
-            f"SELECT * FROM handrail_effect WHERE {' AND '.join(where)}"
+            f"SELECT {EFFECT} FROM handrail_effect WHERE {' AND '.join(where)}"
             f" ORDER BY created_at, id {bound}",
             params,
         )
@@ -1602,7 +1667,7 @@ class Ledger:
         """Read one effect; None where the intent was never planned."""
         rows = again(
             lambda: self.database.run(
-                "SELECT * FROM handrail_effect WHERE id = :id", {"id": effect_id}
+                f"SELECT {EFFECT} FROM handrail_effect WHERE id = :id", {"id": effect_id}
             )
         )
         return effect_of(rows[0]) if rows else None
@@ -1690,9 +1755,7 @@ class Ledger:
     def _array(self, values: Collection[str]) -> str:
         if not self._postgres:
             return json.dumps(list(values))
-        # As PostgreSQL itself writes an array.
-        quoted = (value.replace("\\", "\\\\").replace('"', '\\"') for value in values)
-        return "{" + ",".join(f'"{value}"' for value in quoted) + "}"
+        return array(values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -1789,18 +1852,37 @@ def _waits_on_a_pause(row: Row) -> bool:
     return row["due_at"] is not None and row["deadline_at"] is None
 
 
-def _is_plainly_due(row: Row) -> bool:
-    """Whether a run that was woken has but to be published: nobody holds it and no limit is
-    over.
-    """
+def _version_of(row: Row) -> tuple[str, str]:
+    return row["workflow"], row["workflow_version"]
+
+
+def _waits_for_a_worker(row: Row) -> bool:
+    """Whether a run is due, nobody holds it, and nothing else is to be decided about it first."""
     return (
         row["status"] in CLAIMABLE
         and row["lease_until"] is None
         and row["due_at"] is not None
         and row["cancel_requested_at"] is None
-        and (row["deadline_at"] is None or row["deadline_at"] > row["now"])
         and row["expires_at"] > row["now"]
     )
+
+
+def _has_waited(patience_ms: int) -> Callable[[Row], bool]:
+    return lambda row: _waits_for_a_worker(row) and row["now"] - row["due_at"] >= patience_ms
+
+
+def _could_not_start(row: Row) -> bool:
+    """Whether a run's working time ran out while it waited for a worker."""
+    over = row["deadline_at"] is not None and row["deadline_at"] <= row["now"]
+    return over and _waits_for_a_worker(row)
+
+
+def _is_plainly_due(row: Row) -> bool:
+    """Whether a run that was woken has but to be published: nobody holds it and no limit is
+    over.
+    """
+    in_time = row["deadline_at"] is None or row["deadline_at"] > row["now"]
+    return in_time and _waits_for_a_worker(row)
 
 
 def _equal(columns: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:

@@ -8,15 +8,17 @@ our own, so a host that uses Alembic too keeps its history apart.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from functools import lru_cache
 from importlib.resources import as_file, files
+from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from alembic.operations import Operations
 from alembic.runtime.migration import MigrationContext, RevisionStep
 from alembic.script import ScriptDirectory
 from alembic.util import CommandError
+from sqlalchemy import text
 from sqlalchemy.engine import URL, Connection, create_engine, make_url
 from sqlalchemy.exc import DatabaseError, OperationalError
 from sqlalchemy.pool import NullPool
@@ -32,6 +34,7 @@ from handrail.ledger.schema import (
     HEAD,
     OLDEST_PROGRAM,
     VERSION_TABLE,
+    allows_us,
     check_migrated,
     revision_of,
 )
@@ -45,6 +48,7 @@ __all__ = [
     "current",
     "downgrade",
     "include_name",
+    "statements_of",
     "upgrade",
 ]
 
@@ -68,27 +72,36 @@ _CONNECT_TIMEOUT_S: Final = 5
 _Plan: TypeAlias = Callable[[ScriptDirectory, str, Any], Iterable[RevisionStep]]
 
 
-def upgrade(url: str | URL, revision: str = "head") -> str:
+def upgrade(
+    url: str | URL,
+    revision: str = "head",
+    *,
+    schema: str = "",
+    versions: Sequence[Path] = (),
+) -> str:
     """Bring a database up to a revision and return the one it is at; a second call changes nothing.
 
-    Raises `UnsupportedDatabase`, `DatabaseUnavailable` (also where another upgrade or a long
-    transaction held its lock for ten seconds), and `UnknownRevision` where the database is newer
-    than this program.
+    A newer schema that allows this program stays as it is, too. `schema` (PostgreSQL only) is where
+    the tables are, and is created where it is missing; `versions` are folders with revisions beside
+    our own. Raises `UnsupportedDatabase`, `DatabaseUnavailable` (also where another upgrade or a
+    long transaction held its lock for ten seconds), and `UnknownRevision` where the database is too
+    new for this program.
     """
-    reached = _migrate(url, revision, ScriptDirectory._upgrade_revs)
+    database = Database(url, schema=schema)
+    reached = _migrate(database, revision, ScriptDirectory._upgrade_revs, versions)
     if reached is None:  # "base" is no place that leads up
         raise UnknownRevision(revision)
     return reached
 
 
-def downgrade(url: str | URL, revision: str = "base") -> str | None:
+def downgrade(url: str | URL, revision: str = "base", *, schema: str = "") -> str | None:
     """Take a database back to a revision, or drop all our tables ("base"); raises as `upgrade`."""
-    return _migrate(url, revision, ScriptDirectory._downgrade_revs)
+    return _migrate(Database(url, schema=schema), revision, ScriptDirectory._downgrade_revs)
 
 
-def current(url: str | URL) -> str | None:
+def current(url: str | URL, *, schema: str = "") -> str | None:
     """Return the revision that a database is at, or None where it has none of our tables."""
-    database = Database(url)
+    database = Database(url, schema=schema)
     try:
         return revision_of(database)
     finally:
@@ -102,8 +115,58 @@ def create_all(database: Database) -> None:
     other way.
     """
     with database.transaction() as session:
+        if database.schema:
+            session.run(f'CREATE SCHEMA IF NOT EXISTS "{database.schema}"', {})
         for statement in _statements(database.postgres):
             session.run(statement, {})
+
+
+def statements_of(revision: str, *, postgres: bool, back: bool = False) -> list[str]:
+    """Return the statements that bring a database from the revision before to this one (`back`: to
+    the one before), and record it, for whoever runs migrations of its own, as Django does. Raises
+    `UnknownRevision`.
+    """
+    written: list[str] = []
+    with as_file(files("handrail.ledger.migrations")) as directory:
+        script = ScriptDirectory(str(directory))
+        try:
+            found = script.get_revision(revision)
+        except CommandError:
+            raise UnknownRevision(revision) from None
+        before = None if found.down_revision is None else str(found.down_revision)
+
+        def steps(*_: object) -> Iterable[RevisionStep]:
+            if back:
+                return script._downgrade_revs(before or "base", revision)
+            return script._upgrade_revs(revision, before or "base")
+
+        context = MigrationContext.configure(
+            dialect_name="postgresql" if postgres else "sqlite",
+            opts={
+                "as_sql": True,
+                "output_buffer": _Buffer(written),
+                "version_table": VERSION_TABLE,
+                "starting_rev": revision if back else before,
+                "fn": steps,
+            },
+        )
+        with Operations.context(context):
+            context.run_migrations()
+    statements = (text.strip().removesuffix(";") for text in written)
+    return [text for text in statements if text and not text.startswith("--")]
+
+
+class _Buffer:
+    """Keeps each statement apart: some hold semicolons."""
+
+    def __init__(self, written: list[str]) -> None:
+        self._written = written
+
+    def write(self, text: str) -> None:
+        self._written.append(text)
+
+    def flush(self) -> None:
+        """Nothing is held back."""
 
 
 def include_name(name: str | None, kind: str, parents: MutableMapping[Any, str | None]) -> bool:
@@ -117,8 +180,9 @@ def include_name(name: str | None, kind: str, parents: MutableMapping[Any, str |
 # ---- inside --------------------------------------------------------------------------------------
 
 
-def _migrate(url: str | URL, revision: str, plan: _Plan) -> str | None:
-    database = Database(url)
+def _migrate(
+    database: Database, revision: str, plan: _Plan, versions: Sequence[Path] = ()
+) -> str | None:
     if database.in_memory:
         raise UnsupportedDatabase(database.shown, "it is gone when its connection closes")
     options: dict[str, Any] = {"poolclass": NullPool}
@@ -137,7 +201,9 @@ def _migrate(url: str | URL, revision: str, plan: _Plan) -> str | None:
     try:
         with engine.begin() as connection:
             _lock(connection)
-            return _run(connection, revision, plan)
+            if database.schema:
+                _go_into(connection, database.schema)
+            return _run(connection, revision, plan, versions)
     except DatabaseError as error:
         code = getattr(error.orig, "sqlite_errorcode", None)
         away = isinstance(error, OperationalError) and code != sqlite3.SQLITE_ERROR
@@ -157,13 +223,38 @@ def _lock(connection: Connection) -> None:
         connection.exec_driver_sql("BEGIN IMMEDIATE")
 
 
-def _run(connection: Connection, revision: str, plan: _Plan) -> str | None:
+def _go_into(connection: Connection, schema: str) -> None:
+    """Have everything that follows happen in one schema, which is there from now on."""
+    there = text("SELECT 1 FROM pg_namespace WHERE nspname = :schema")
+    if connection.execute(there, {"schema": schema}).first() is None:  # it may not be ours to make
+        connection.exec_driver_sql(f'CREATE SCHEMA IF NOT EXISTS "{schema}"')
+    connection.exec_driver_sql(f'SET LOCAL search_path TO "{schema}"')
+
+
+class _Found:
+    """The connection of an upgrade, for the questions of `handrail.ledger.schema`."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def run(self, sql: str, params: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return [dict(row) for row in self._connection.execute(text(sql), params).mappings()]
+
+
+def _run(
+    connection: Connection, revision: str, plan: _Plan, versions: Sequence[Path]
+) -> str | None:
     with as_file(files("handrail.ledger.migrations")) as directory:
-        script = ScriptDirectory(str(directory))
+        places = [directory / "versions", *versions]
+        script = ScriptDirectory(str(directory), version_locations=[str(place) for place in places])
 
         def steps(found: Any, _: MigrationContext) -> Iterable[RevisionStep]:
             blamed = ", ".join(found)
             try:
+                known = _known(script, found)
+                upwards = plan is ScriptDirectory._upgrade_revs and revision == "head"
+                if not known and upwards and allows_us(_Found(connection), blamed):
+                    return ()  # of a newer release, under which this program may go on
                 script.get_revisions(found)
                 blamed = revision
                 return plan(script, revision, found)
@@ -176,6 +267,14 @@ def _run(connection: Connection, revision: str, plan: _Plan) -> str | None:
         with Operations.context(context):
             context.run_migrations()
         return context.get_current_revision()
+
+
+def _known(script: ScriptDirectory, found: Any) -> bool:
+    try:
+        script.get_revisions(found)
+    except CommandError:
+        return False
+    return True
 
 
 @lru_cache

@@ -26,6 +26,7 @@ from handrail.agent.people import (
 from handrail.agent.status import Reason
 from handrail.agent.tools import Principal
 from handrail.canonical import dumps, escaped, plain
+from handrail.ledger.columns import APPROVAL, AUDIT, HANDOFF, PRINCIPAL
 from handrail.ledger.database import Database
 from handrail.ledger.rows import Row, approval_of
 from handrail.ledger.session import PG_NOW, Session, again
@@ -129,7 +130,8 @@ class People:
         where.of_tenants(tenants)
         where.older(self.database.now(), "requested_at", older_than_ms)
         rows = self.database.run(
-            f"SELECT * FROM handrail_approval WHERE {where} ORDER BY requested_at, id LIMIT :limit",
+            f"SELECT {APPROVAL} FROM handrail_approval WHERE {where}"
+            " ORDER BY requested_at, id LIMIT :limit",
             {**where.params, "limit": limit},
         )
         return self._with_consents(rows)
@@ -137,7 +139,7 @@ class People:
     def approval(self, approval_id: str) -> Approval | None:
         """Read one request; None where there is none with this id."""
         rows = self.database.run(
-            "SELECT * FROM handrail_approval WHERE id = :id", {"id": approval_id}
+            f"SELECT {APPROVAL} FROM handrail_approval WHERE id = :id", {"id": approval_id}
         )
         return self._with_consents(rows)[0] if rows else None
 
@@ -224,7 +226,7 @@ class People:
         if not snoozed or free_for is not None:
             where.add("(snoozed_until IS NULL OR snoozed_until <= :now)", now=now)
         rows = self.database.run(
-            f"SELECT * FROM handrail_handoff WHERE {where}"
+            f"SELECT {HANDOFF} FROM handrail_handoff WHERE {where}"
             " ORDER BY priority, opened_at, id LIMIT :limit",
             {**where.params, "limit": limit},
         )
@@ -249,7 +251,7 @@ class People:
     def handoff(self, handoff_id: str) -> dict[str, Any] | None:
         """Read one handoff with its comments; None where there is none with this id."""
         rows = self.database.run(
-            "SELECT * FROM handrail_handoff WHERE id = :id", {"id": handoff_id}
+            f"SELECT {HANDOFF} FROM handrail_handoff WHERE id = :id", {"id": handoff_id}
         )
         if not rows:
             return None
@@ -275,7 +277,7 @@ class People:
         def move(tx: Session, now: int) -> bool:
             lock = "FOR UPDATE" if self._postgres else ""
             rows = tx.run(
-                "SELECT * FROM handrail_handoff WHERE id = :id AND status = 'open'" + f" {lock}",
+                f"SELECT {HANDOFF} FROM handrail_handoff WHERE id = :id AND status = 'open' {lock}",
                 {"id": handoff_id},
             )
             decided = decide(_handoff(rows[0], now), now) if rows else None
@@ -402,7 +404,7 @@ class People:
     def principal(self, subject: str) -> Principal | None:
         """Read a person's roles; None where nobody has admitted this person."""
         rows = self.database.run(
-            "SELECT * FROM handrail_principal WHERE subject = :subject",
+            f"SELECT {PRINCIPAL} FROM handrail_principal WHERE subject = :subject",
             {"subject": escaped(subject)},
         )
         return _principal(rows[0]) if rows else None
@@ -433,7 +435,7 @@ class People:
         if since_ms is not None:
             where.add("at >= :since", since=self.database.now() - since_ms)
         rows = self.database.run(
-            f"SELECT * FROM handrail_audit WHERE {where} ORDER BY seq DESC LIMIT :limit",
+            f"SELECT {AUDIT} FROM handrail_audit WHERE {where} ORDER BY seq DESC LIMIT :limit",
             {**where.params, "limit": limit},
         )
         return [_act(row) for row in rows]
@@ -535,7 +537,7 @@ def _handoff(row: Row, now: int) -> dict[str, Any]:
 
 
 def _principals(session: Session) -> list[Principal]:
-    rows = session.run("SELECT * FROM handrail_principal ORDER BY subject", {})
+    rows = session.run(f"SELECT {PRINCIPAL} FROM handrail_principal ORDER BY subject", {})
     return [_principal(row) for row in rows]
 
 

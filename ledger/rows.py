@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from types import MappingProxyType
@@ -30,7 +29,7 @@ from handrail.agent.stage import Observation
 from handrail.agent.status import Reason, RunStatus
 from handrail.agent.tools import Principal
 from handrail.agent.trace import TraceEvent
-from handrail.canonical import dumps, normal, plain, plains
+from handrail.canonical import dumps, loads, normal, plain, plains
 
 Row = Mapping[str, Any]
 
@@ -47,7 +46,7 @@ def state_of(row: Row, *, status: str) -> RunState:
         workflow_version=row["workflow_version"],
         goal=plain(row["goal"]),
         principal=_principal(row["principal"]),
-        input=json.loads(row["input"]),
+        input=loads(row["input"]),
         mode=Mode(row["mode"]),
         budget=budget,
         limits=_limits(row["limits"]),
@@ -66,37 +65,35 @@ def state_of(row: Row, *, status: str) -> RunState:
         reason=Reason(row["reason"]) if row["reason"] else None,
         step=row["step"],
         state_version=row["state_version"],
-        levels=tuple(Level(name, frame) for name, frame in json.loads(row["levels"])),
-        pending=command_from_json(json.loads(row["pending"])) if row["pending"] else None,
-        told=told_from_json(json.loads(row["told"])) if row["told"] else None,
-        answer=json.loads(row["answer"]) if row["answer"] else None,
+        levels=tuple(Level(name, frame) for name, frame in loads(row["levels"])),
+        pending=command_from_json(loads(row["pending"])) if row["pending"] else None,
+        told=told_from_json(loads(row["told"])) if row["told"] else None,
+        answer=loads(row["answer"]) if row["answer"] else None,
         observations=_observations(_list(row.get("observations"))),
         observation_count=row["observation_count"],
-        outputs=MappingProxyType(
-            {name: json.loads(value) for name, value in _list(row.get("outputs"))}
-        ),
+        outputs=MappingProxyType({name: loads(value) for name, value in _list(row.get("outputs"))}),
     )
 
 
 # Immutable values that most runs share; the text is the key, so that they are never stale.
 @lru_cache(maxsize=1_024)
 def _budget(text: str) -> Budget:
-    return Budget.from_json(json.loads(text))
+    return Budget.from_json(loads(text))
 
 
 @lru_cache(maxsize=1_024)
 def _principal(text: str) -> Principal:
-    return Principal.from_json(json.loads(text))
+    return Principal.from_json(loads(text))
 
 
 @lru_cache(maxsize=1_024)
 def _limits(text: str) -> CallLimits:
-    return CallLimits(**json.loads(text))
+    return CallLimits(**loads(text))
 
 
 @lru_cache(maxsize=1_024)
 def _terms(text: str) -> Terms:
-    return Terms(**json.loads(text))
+    return Terms(**loads(text))
 
 
 def state_columns(state: RunState) -> dict[str, Any]:
@@ -136,7 +133,7 @@ def effect_of(row: Row) -> Effect:
         intent_key=plain(row["intent_key"]),
         tool=row["tool"],
         contract_version=row["contract_version"],
-        arguments=MappingProxyType(json.loads(row["arguments"])),
+        arguments=MappingProxyType(loads(row["arguments"])),
         arguments_hash=row["arguments_hash"],
         terms=_terms(row["terms"]),
         status=EffectStatus(row["status"]),
@@ -152,7 +149,7 @@ def effect_of(row: Row) -> Effect:
         queries_left=row["queries_left"],
         absences=row["absences"],
         next_query_at=row["next_query_at"],
-        result=json.loads(row["result"]) if row["result"] else None,
+        result=loads(row["result"]) if row["result"] else None,
         evidence=row["evidence"],
         approval_id=row["approval_id"],
         compensation=_compensation(row["compensation"]),
@@ -161,7 +158,7 @@ def effect_of(row: Row) -> Effect:
 
 
 def _compensation(text: str | None) -> CompensationRecord | None:
-    return None if text is None else CompensationRecord(**json.loads(text))
+    return None if text is None else CompensationRecord(**loads(text))
 
 
 def effect_columns(effect: Effect) -> dict[str, Any]:
@@ -199,7 +196,7 @@ def approval_of(row: Row, consents: Iterable[str] = ()) -> Approval:
         tool=row["tool"],
         contract_version=row["contract_version"],
         intent_key=None if row["intent_key"] is None else plain(row["intent_key"]),
-        arguments=MappingProxyType(json.loads(row["arguments"])),
+        arguments=MappingProxyType(loads(row["arguments"])),
         arguments_hash=row["arguments_hash"],
         subject=row["subject"],
         terms=ApprovalTerms(
@@ -243,7 +240,7 @@ def _list(value: Any) -> list[Any]:
     # PostgreSQL's driver hands JSON over parsed, SQLite's as text.
     if value is None:
         return []
-    out = json.loads(value) if isinstance(value, str) else value
+    out = loads(value) if isinstance(value, str) else value
     assert isinstance(out, list)
     return out
 

@@ -19,11 +19,23 @@ VERSION_TABLE: Final = "handrail_alembic_version"
 _UNDEFINED_TABLE: Final = "42P01"
 
 
-def check_migrated(database: Session) -> None:
-    """Raise `NotMigrated` unless the database is at this program's revision; one statement."""
+def check_migrated(database: Session) -> str:
+    """Return the revision that the database is at, this program's or a newer one that allows it.
+
+    Raises `NotMigrated`. One statement where it is this program's own.
+    """
     found = revision_of(database)
-    if found != HEAD:
+    if found is None or (found != HEAD and not allows_us(database, found)):
         raise NotMigrated(found, HEAD)
+    return found
+
+
+def allows_us(database: Session, found: str) -> bool:
+    """Whether a newer release's schema says that this program may still work on it."""
+    if found < HEAD:  # they are numbered, with zeros in front
+        return False
+    rows = database.run("SELECT oldest_program FROM handrail_schema", {})
+    return bool(rows) and bool(rows[0]["oldest_program"] <= HEAD)
 
 
 def revision_of(database: Session) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol, TypeVar
 
@@ -11,6 +12,9 @@ from handrail.ledger.errors import DatabaseUnavailable
 PG_NOW: Final = "(extract(epoch FROM clock_timestamp()) * 1000)::bigint"
 #: How often what can be repeated is tried where its connection broke, before the caller is told.
 TRIES: Final = 3
+
+#: What our schema may be called: it stands in statements, between quotes.
+SCHEMA_NAME: Final = re.compile(r"[a-z_][a-z0-9_]{0,62}")
 
 _T = TypeVar("_T")
 

@@ -13,6 +13,7 @@ from typing import Final
 
 from handrail.agent.stage import OBSERVATION_WINDOW
 from handrail.ledger.accept import REPUBLISH_MS
+from handrail.ledger.columns import RUN
 from handrail.ledger.session import PG_NOW
 
 REPUBLISH_MAX_MS = 600_000
@@ -148,7 +149,7 @@ def read_run(postgres: bool, *, lock: bool = True) -> str:
     d = dialect(postgres)
     now = PG_NOW if postgres else ":now"
     return f"""
-        SELECT r.*, {now} AS now, {d.observations} AS observations, {d.outputs} AS outputs,
+        SELECT {RUN}, {now} AS now, {d.observations} AS observations, {d.outputs} AS outputs,
             {d.allowances} AS allowances
         FROM (SELECT * FROM handrail_run WHERE id = :id {d.lock if lock else ""}) AS r"""
 
@@ -248,7 +249,8 @@ def due_for_sweep(postgres: bool) -> str:
     return f"""
         UPDATE handrail_run AS r SET wake_at = {d.now} + :postpone_ms {d.clock}
         WHERE r.id {taken}
-        RETURNING id, status, epoch, step, lease_until, due_at, deadline_at, remaining_ms,
+        RETURNING id, workflow, workflow_version, status, epoch, step, lease_until, due_at,
+            deadline_at, remaining_ms,
             expires_at, cancel_requested_at, steps_left, model_calls_left,
             tool_calls_left, traceparent, {d.now} AS now, CASE WHEN status = 'reconciling'
                 THEN (SELECT e.tool FROM handrail_effect AS e WHERE e.id = effect_id) END AS tool"""

@@ -57,12 +57,11 @@ class Compensator:
     def begin(self, run_id: str, locked: Locked) -> Errand | None:
         """Go on with undoing a run's write: plan what is not planned, and send what may be sent.
 
-        Returns the call that is under way, if it has come to that.
+        Returns the call that is under way, if it has come to that. Only who has the workflow's code
+        can do it.
         """
         state = locked.state
-        workflow = self.workflows.get(f"{state.workflow}@{state.workflow_version}")
-        if workflow is None:
-            return None  # only who has the workflow's code can undo: the run is woken again
+        workflow = self.workflows[f"{state.workflow}@{state.workflow_version}"]
         try:
             if locked.undoing is None:
                 planned = self._plan(run_id, workflow, locked)

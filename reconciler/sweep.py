@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from handrail.agent import protocol
 from handrail.agent.effects import Answer, Effect, EffectStatus, NoAnswer, resolve
-from handrail.agent.protocol import Locked, Ruling
+from handrail.agent.protocol import Gone, Locked, Ruling
 from handrail.agent.stage import End
 from handrail.agent.status import RunStatus
 from handrail.agent.tools import Tool
@@ -99,6 +99,7 @@ class Reconciler:
     _counting: threading.Lock = field(default_factory=threading.Lock)
     _away: bool = False  # the broker was, in this sweep
     _leaving: bool = False
+    _gone: dict[str, Gone] = field(default_factory=dict)  # by run: what it waits for in vain
     _at_work: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -160,6 +161,7 @@ class Reconciler:
                     return Swept(looked_at - dropped - left, quiet, self.counts - before)
         finally:
             self._errands.drop_waiting()
+            self._gone.clear()
             if self._leaving:
                 self.finish()
 
@@ -174,6 +176,7 @@ class Reconciler:
             self._go_on(until)
         finally:
             self._errands.drop_waiting()
+            self._gone.clear()
         return found
 
     def finish(self, *, within_s: float = FINISH_S) -> None:
@@ -204,6 +207,8 @@ class Reconciler:
         )
         self._republish([run.due for run in woken if run.due is not None])
         for run in woken:
+            if run.gone is not None:
+                self._gone[run.run_id] = run.gone
             if run.due is None:
                 in_doubt = run.status is RunStatus.RECONCILING
                 self._errands.wait(run.run_id, (run.tool or "") if in_doubt else None)
@@ -259,12 +264,15 @@ class Reconciler:
 
     def _look_at(self, run_id: str) -> Errand | None:
         """Decide about one run under its lock; returns the call outside that it needs, if any."""
-        ruled = self.ledger.rule(
-            run_id,
-            lambda locked: protocol.wake(
+        gone = self._gone.pop(run_id, None)
+
+        def decide(locked: Locked) -> Ruling | None:
+            handed = None if gone is None else protocol.version_unavailable(locked, gone)
+            return handed or protocol.wake(
                 locked, max_attempts=self.max_attempts, max_stall_ms=self.max_stall_ms
-            ),
-        )
+            )
+
+        ruled = self.ledger.rule(run_id, decide)
         self._done(ruled)
         return self._errand(run_id, ruled)
 
@@ -283,6 +291,9 @@ class Reconciler:
             assert ruled.ruling is not None and ruled.ruling.effect is not None
             return self._query(run_id, ruled.locked, ruled.ruling.effect)
         if ruled.ruling is not None and ruled.ruling.undoes:
+            if not self._knows(ruled.locked):
+                self._not_known_here(run_id, ruled.locked)
+                return None
             return self._compensator().begin(run_id, ruled.locked)
         return None
 
@@ -302,7 +313,8 @@ class Reconciler:
     def _query(self, run_id: str, locked: Locked, effect: Effect) -> Errand | None:
         tool = self._tool(locked, effect)
         if tool is None:
-            self._not_known_here(run_id, effect)
+            self._not_known_here(run_id, locked)
+            self.ledger.rule(run_id, lambda locked: protocol.query_returned(locked, effect.token))
             return None
         sent_at = locked.now  # it is sent later than that, never earlier
 
@@ -369,10 +381,21 @@ class Reconciler:
             return None
         return next((tool for tool in workflow.tools if tool.name == effect.tool), None)
 
-    def _not_known_here(self, run_id: str, effect: Effect) -> None:
-        """Give the query back: only who has the workflow's code can ask."""
+    def _knows(self, locked: Locked) -> bool:
+        return f"{locked.state.workflow}@{locked.state.workflow_version}" in self.workflows
+
+    def _not_known_here(self, run_id: str, locked: Locked) -> None:
+        """Leave it to whoever has the workflow's code, or to a person where nobody has it."""
         self._count("foreign")
-        self.ledger.rule(run_id, lambda locked: protocol.query_returned(locked, effect.token))
+        gone = self.ledger.gone(locked.state.workflow, locked.state.workflow_version)
+        if gone is not None:
+            moved_at = self.ledger.moved_at(run_id)
+            self._done(
+                self.ledger.rule(
+                    run_id,
+                    lambda locked: protocol.version_unavailable(locked, gone, stood_since=moved_at),
+                )
+            )
 
 
 def _owes_a_query(ruled: Ruled) -> bool:

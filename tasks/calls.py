@@ -9,16 +9,27 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Final, Protocol, TypeAlias
 
 from handrail.agent.stage import End
 from handrail.agent.tools import Principal
 from handrail.canonical import Json
+
+log = logging.getLogger("handrail.tasks")
+
+#: Makes what is entered around a function that may block, in its thread.
+Around: TypeAlias = Callable[[], AbstractContextManager[object]]
+#: What a host has around the calls of the step, or of the query, that is under way: its database
+#: connections, its application. What leaving it raises changes nothing about what a call did.
+AROUND: Final[ContextVar[Around | None]] = ContextVar("handrail_around", default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +179,7 @@ def _begin(
 def in_thread(function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
     """Call a function that may block, in a daemon thread of its own; for use on an event loop."""
     loop = asyncio.get_running_loop()
+    around = AROUND.get()
     done: asyncio.Future[Any] = loop.create_future()
 
     def settle(value: Any, error: BaseException | None) -> None:
@@ -181,7 +193,7 @@ def in_thread(function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
     def work() -> None:
         value, error = None, None
         try:
-            value = function(*args)
+            value = function(*args) if around is None else _surrounded(around, function, *args)
         except BaseException as raised:
             error = _harmless(raised)
         with suppress(RuntimeError):  # the loop was closed meanwhile: nobody wants to know
@@ -189,6 +201,18 @@ def in_thread(function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
 
     threading.Thread(target=work, daemon=True, name="handrail-call").start()
     return done
+
+
+def _surrounded(around: Around, function: Callable[..., Any], *args: Any) -> Any:
+    surroundings = around()
+    surroundings.__enter__()
+    try:
+        return function(*args)
+    finally:
+        try:
+            surroundings.__exit__(*sys.exc_info())
+        except Exception as error:
+            log.error("what is around a call could not be left (%s)", type(error).__name__)
 
 
 def _not_awaitable(
@@ -245,4 +269,15 @@ def _swallow(work: asyncio.Future[Any]) -> None:
         work.exception()  # given up: its error must not go unhandled
 
 
-__all__ = ["Ask", "Called", "ToolCall", "answered", "asked", "at_any_time", "call", "in_thread"]
+__all__ = [
+    "AROUND",
+    "Around",
+    "Ask",
+    "Called",
+    "ToolCall",
+    "answered",
+    "asked",
+    "at_any_time",
+    "call",
+    "in_thread",
+]

@@ -2,7 +2,8 @@
 at work.
 
 Leases of all steps of the process are renewed by one statement a second from a thread of its own,
-whose answer also brings wishes to cancel; the broker's cancel signal only makes that faster.
+whose answer also brings wishes to cancel; the broker's cancel signal only makes that faster. The
+same thread says now and then which versions of workflows are here.
 """
 
 from __future__ import annotations
@@ -89,6 +90,12 @@ class Runtime:
     claims: Together[StepMessage, Claim | None] = field(init=False)
     ends: Together[StepEnd, bool] = field(init=False)  # False: nothing was written
     _renewal: threading.Thread | None = None
+    _saying: Callable[[], bool] | None = None
+    _say_every_s: float = 0.0
+    _say_at: float = 0.0
+    _others: bool = False  # other workers have versions of workflows that are not here
+    _not_ours: set[str] = field(default_factory=set)  # runs that may be of one of these
+    _sayer: int = 0  # the process that says it; none that was forked from it does
     _stop: bool = False
     _hurry: threading.Event = field(default_factory=threading.Event)
     _guard: threading.Lock = field(default_factory=threading.Lock)
@@ -130,9 +137,16 @@ class Runtime:
         known = self.workflows.keys()
         if len(messages) == 1:
             hint = messages[0]
-            return [self.ledger.claim(hint.run_id, hint.epoch, holder=self.holder, known=known)]
-        due = [(hint.run_id, hint.epoch) for hint in messages]
-        return self.ledger.claim_each(due, holder=self.holder, known=known)
+            claims: Sequence[Claim | BaseException | None] = [
+                self.ledger.claim(hint.run_id, hint.epoch, holder=self.holder, known=known)
+            ]
+        else:
+            due = [(hint.run_id, hint.epoch) for hint in messages]
+            claims = self.ledger.claim_each(due, holder=self.holder, known=known)
+        for hint, claim in zip(messages, claims, strict=True):
+            if claim is None:
+                self._not_claimed(hint)
+        return claims
 
     def _end(self, ends: Sequence[StepEnd]) -> list[bool | BaseException]:
         """Commit, and publish what is due at once: whoever asked may have been told to stop."""
@@ -146,11 +160,42 @@ class Runtime:
         """Take a step into the renewal of leases."""
         with self._guard:
             self.at_work[handle.claim.claim_id] = handle
-            if self.renews and self._renewal is None:
-                self._renewal = threading.Thread(
-                    target=self._renew_for_ever, daemon=True, name="handrail-leases"
-                )
-                self._renewal.start()
+            self._start_renewal()
+
+    def _start_renewal(self) -> None:
+        # (A process that was forked has the thread's object, but not the thread.)
+        if self.renews and (self._renewal is None or not self._renewal.is_alive()):
+            self._renewal = threading.Thread(
+                target=self._renew_for_ever, daemon=True, name="handrail-leases"
+            )
+            self._renewal.start()
+
+    def be_seen(self, say: Callable[[], bool], *, every_s: float) -> None:
+        """From now on, say every so often which versions of workflows are here; until it drains.
+
+        What is said returns whether other workers have versions that are not here.
+        """
+        with self._guard:
+            self._saying, self._say_every_s, self._say_at = say, every_s, self.clock()
+            self._sayer = os.getpid()
+            self._start_renewal()
+
+    def _say(self) -> None:
+        if self._saying is None or self.draining or self._sayer != os.getpid():
+            return
+        if self.clock() >= self._say_at:
+            self._say_at = self.clock() + self._say_every_s
+            self._others = self._saying()
+        with self._guard:
+            others, self._not_ours = self._not_ours, set()
+        if others:  # not at once: whoever has published them has yet to count that
+            self.ledger.catalog.pass_on(others, known=self.workflows.keys())
+
+    def _not_claimed(self, hint: StepMessage) -> None:
+        """A message led to nothing: its run may be of a version that another worker has."""
+        if self._others:
+            with self._guard:
+                self._not_ours.add(hint.run_id)
 
     def leave(self, handle: Handle) -> None:
         """A step has ended."""
@@ -210,6 +255,7 @@ class Runtime:
             self._hurry.clear()
             try:
                 self.renew()
+                self._say()
             except (HandrailError, ConnectionLost) as error:
                 log.warning("leases were not renewed (%s); trying again", error)
             except Exception:

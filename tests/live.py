@@ -131,6 +131,12 @@ class Deployment:
             self._wait_for(worker)
         return self
 
+    def hire(self, *, version: str) -> Worker:
+        """One more worker, that has this version of the workflow."""
+        worker = self._hire(LIVE_VERSION=version)
+        self._wait_for(worker)
+        return worker
+
     def _wait_for(self, worker: Worker) -> None:
         def ready() -> list[Note]:
             assert worker.is_alive, worker.log
@@ -140,11 +146,12 @@ class Deployment:
         worker.pid = note.pid
         self.workers[worker.pid] = worker
 
-    def _hire(self) -> Worker:
+    def _hire(self, **environment: str) -> Worker:
         self._hired += 1
         name = f"worker-{self._hired}"
         clock = {} if self._hired % 2 else {"LIVE_CLOCK_AHEAD_S": str(self.ahead_s)}
-        process = self._run("worker", "--hostname", f"{name}@{self.tag}", name=name, **clock)
+        environment |= clock
+        process = self._run("worker", "--hostname", f"{name}@{self.tag}", name=name, **environment)
         return Worker(name, process, self.directory / f"{name}.log")
 
     def _run(

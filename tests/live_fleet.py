@@ -4,8 +4,9 @@ A run is an errand: a list of moves that the model proposes one after the other,
 be told to wait at one place until the test lets the run go. The world keeps its own record of who
 came where, and the record is what the tests believe: it knows nothing of the ledger.
 
-The environment says where the record lies (LIVE_WORLD), what the process is called (LIVE_NAME) and
-by how much its wall clock is wrong (LIVE_CLOCK_AHEAD_S).
+The environment says where the record lies (LIVE_WORLD), what the process is called (LIVE_NAME),
+by how much its wall clock is wrong (LIVE_CLOCK_AHEAD_S) and which version of the workflow it has
+(LIVE_VERSION).
 """
 
 from __future__ import annotations
@@ -194,7 +195,7 @@ async def is_done(claim: Any, call: ToolCall) -> bool:
     return len(world().notes("effect", call.run_id)) >= len(claim["saved"])
 
 
-def declare(fleet: Fleet) -> Fleet:
+def declare(fleet: Fleet, *, version: str = "1") -> Fleet:
     """Declare tools, model and workflow on a fleet: in a worker, or in the test that asks it."""
     reads = [
         fleet.tool(side_effect="read", timeout_ms=20_000)(function)
@@ -222,6 +223,7 @@ def declare(fleet: Fleet) -> Fleet:
     fleet.workflow(
         Workflow(
             name="errand",
+            version=version,
             stages=[AgentLoop(name="loop", actions=(*reads, *saves), verify=is_done)],
             budget=Budget(steps=12, model_calls=12, tool_calls=12, deadline_ms=90_000),
             limits=CallLimits(model_ms=20_000, tool_ms=20_000),
@@ -230,7 +232,7 @@ def declare(fleet: Fleet) -> Fleet:
     return fleet
 
 
-fleet = declare(Fleet("live"))
+fleet = declare(Fleet("live"), version=os.environ.get("LIVE_VERSION", "1"))
 
 
 # ---- the process ---------------------------------------------------------------------------------

@@ -265,6 +265,7 @@ def test_a_revision_of_another_release_is_found_and_left_alone(
 ) -> None:
     upgrade(url)
     database.run(f"UPDATE {VERSION_TABLE} SET version_num = '9999'", {})
+    database.run("UPDATE handrail_schema SET oldest_program = '9999'", {})
 
     with pytest.raises(NotMigrated) as caught:
         check_migrated(database)

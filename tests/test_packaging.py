@@ -31,7 +31,11 @@ print(getattr(build_meta, "build_" + sys.argv[1])(sys.argv[2]))
 """
 
 IMPORT_EVERYTHING = """
-import importlib, pkgutil, handrail
+import importlib, pkgutil, django, handrail
+from django.conf import settings
+ours = ["handrail.integrations.django", "django.contrib.admin", "django.contrib.auth"]
+settings.configure(INSTALLED_APPS=[*ours, "django.contrib.contenttypes"])
+django.setup()  # its modules are imported within a project alone
 for module in pkgutil.walk_packages(handrail.__path__, "handrail."):
     if not module.name.endswith("__main__"):
         importlib.import_module(module.name)

@@ -95,6 +95,7 @@ _TABLES: Final = (
     "handrail_trace",
     "handrail_tool_allowance",
     "handrail_heartbeat",
+    "handrail_workflow",
     "handrail_pause",
     "handrail_run",
 )

@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -54,6 +55,8 @@ from handrail.cli.review import reviewed, show_review, show_rounds
 from handrail.errors import HandrailError, InvalidBudget, NotCanonical
 from handrail.fleet import InvalidRun
 from handrail.ledger.errors import DatabaseUnavailable
+from handrail.ledger.ledger import MOST_COUNTED
+from handrail.ledger.schema import HEAD
 from handrail.ledger.session import ConnectionLost
 from handrail.reconciler.sweep import Swept
 from handrail.runs import Run
@@ -604,12 +607,57 @@ def _titled(scope: Scope, name: str) -> str:
 # ---- the deployment ------------------------------------------------------------------------------
 
 
+@app.command()
+def workflows(
+    announce: Annotated[
+        bool, typer.Option("--announce", help="Announce the fleet's workflows first.")
+    ] = False,
+    fleet_name: FleetName = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the versions of workflows that workers have announced, and how many runs need them.
+
+    A version may be dropped when no run is pinned to it any more. New runs get the version that
+    says so.
+    """
+    fleet = for_reading(load(fleet_name) if announce else load_or_plain(fleet_name))
+    if announce:
+        fleet.announce()
+    found = fleet.workflow_versions()
+    if as_json:
+        say_json({"workflows": [asdict(listed) for listed in found]})
+    elif not found:
+        say("no workflow was announced: a worker does it when it starts")
+    else:
+        rows = (
+            (
+                listed.name,
+                listed.version,
+                time_of(listed.announced_at),
+                f"{lasting(listed.seen_ms_ago)} ago",
+                str(listed.pinned) + "+" * (listed.pinned == MOST_COUNTED),
+                "yes" if listed.current else "",
+            )
+            for listed in found
+        )
+        columns = ("workflow", "version", "announced", "last seen", "pinned runs", "new runs")
+        show_table(table(columns, rows))
+
+
 @db.command("upgrade")
 def upgrade(fleet_name: FleetName = None, as_json: AsJson = False) -> None:
-    """Bring the database to this program's version. Safe to repeat, and from several places."""
+    """Bring the database to this program's version. Safe to repeat, and from several places.
+
+    A newer database on which this program may work is left as it is.
+    """
     revision = load_or_plain(fleet_name).upgrade_database()
     if as_json:
-        say_json({"revision": revision})
+        say_json({"revision": revision, "newer": revision > HEAD})
+    elif revision > HEAD:
+        say(
+            f"the ledger's database is at revision {revision}, of a newer release, on which this"
+            f" program ({HEAD}) may work: nothing was changed"
+        )
     else:
         say(f"the ledger's database is at revision {revision}")
 

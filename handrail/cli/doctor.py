@@ -15,7 +15,7 @@ from handrail.errors import HandrailError
 from handrail.fleet import Fleet
 from handrail.ledger.errors import DatabaseUnavailable
 from handrail.ledger.ledger import MOST_COUNTED
-from handrail.ledger.migrate import HEAD
+from handrail.ledger.schema import HEAD, revision_of
 from handrail.ledger.session import ConnectionLost
 from handrail.shared_valkey import find
 
@@ -65,7 +65,10 @@ def _database(fleet: Fleet) -> Iterator[Finding]:
     except HandrailError as error:
         yield _failed("database", error)
     else:
-        yield Finding("database", OK, "database-ready", f"{shown}, at revision {HEAD}")
+        revision = revision_of(fleet.ledger.database)
+        newer = f", of a newer release; this program ({HEAD}) may work on it"
+        said = f"{shown}, at revision {revision}{newer if revision != HEAD else ''}"
+        yield Finding("database", OK, "database-ready", said)
 
 
 def _broker(fleet: Fleet) -> Iterator[Finding]:

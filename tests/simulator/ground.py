@@ -76,7 +76,11 @@ class Ground:
         control = Database("sqlite://", clock=self.now)
         create_all(control)
         self.connection: sqlite3.Connection = control._connection()
-        self._tables = [f"DELETE FROM {table.name}" for table in reversed(METADATA.sorted_tables)]
+        self._tables = [table.name for table in reversed(METADATA.sorted_tables)]
+        self._filled = "SELECT " + ", ".join(
+            f"EXISTS (SELECT 1 FROM {name})" for name in self._tables
+        )
+        self._read: dict[str, tuple[int, list[dict[str, Any]]]] = {}
         self.lock_server = ports.LockServer(self.now)
         self.ledger = ports.SimLedger(
             "sqlite://", clock=self.now, new_id=lambda: f"id-{next(self.ids)}"
@@ -103,18 +107,28 @@ class Ground:
         """Empty the ledger, the lock's server and the queue."""
         self.now_ms = START_MS
         self.ids = itertools.count(1)
-        for statement in self._tables:
-            self.connection.execute(statement)
+        self._read.clear()
+        (filled,) = self.connection.execute(self._filled)
+        for name, there in zip(self._tables, filled, strict=True):
+            if there:
+                self.connection.execute(f"DELETE FROM {name}")
         self.lock_server.flush()
         self.broker.queue.clear()
         self.broker.old.clear()
         self.errors.clear()
 
     def rows(self, sql: str) -> list[dict[str, Any]]:
-        """Read beside the fleet."""
+        """Read beside the fleet; not again, where nobody has written since."""
+        written = self.connection.total_changes
+        known = self._read.get(sql)
+        if known is not None and known[0] == written and not self.connection.in_transaction:
+            return known[1]
         cursor = self.connection.execute(sql)
         names = [column[0] for column in cursor.description]
-        return [dict(zip(names, row, strict=True)) for row in cursor]
+        rows = [dict(zip(names, row, strict=True)) for row in cursor]
+        if not self.connection.in_transaction:
+            self._read[sql] = written, rows
+        return rows
 
     # ---- declaring -------------------------------------------------------------------------------
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 import redis
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from tests.simulator.ground import Ground
 
 
+_NOBODY_ELSE: Final = nullcontext()
 #: When the step that is at work has last looked at its clock, by the ledger's time.
 LOOKED_AT: Final[ContextVar[int]] = ContextVar("looked at", default=0)
 
@@ -51,15 +53,14 @@ class SimDatabase(Database):
         self._ground = ground
         self._shared = connection
 
-    @contextmanager
-    def _serialised(self) -> Iterator[None]:
-        yield  # one strand runs at a time
+    def _serialised(self) -> AbstractContextManager[object]:
+        return _NOBODY_ELSE  # one strand runs at a time
 
     def run(self, sql: str, params: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Run one statement in autocommit, between its points."""
         schedule = self._ground.schedule
         point = schedule.current.point
-        if point is None or not sql.lstrip().startswith(("UPDATE", "INSERT")):
+        if point is None or not _writes(sql):
             schedule.at_database(points.LOOK, BEFORE)
             return super().run(sql, params)
         schedule.at_database(point, BEFORE)
@@ -98,12 +99,22 @@ class SimDatabase(Database):
             schedule.at_database(point, COMMITTED)
             return []
         rows = super()._execute(connection, sql, params)
-        if actor.written is not None and sql.lstrip().startswith("UPDATE handrail_run"):
+        if actor.written is not None and _moves_a_run(sql):
             if rows:
                 actor.written.append((params, rows))
             else:
                 schedule.tally.stale[point.name] += 1
         return rows
+
+
+@cache
+def _writes(sql: str) -> bool:
+    return sql.lstrip().startswith(("UPDATE", "INSERT"))
+
+
+@cache
+def _moves_a_run(sql: str) -> bool:
+    return sql.lstrip().startswith("UPDATE handrail_run")
 
 
 #: Which decision of the product is which point, by the name of the function that decides.
