@@ -211,6 +211,7 @@ class Locked:
     crowded: bool = False  # as many effects of its tool are unknown as may be
     flooded: bool = False  # as many handoffs of its subject are open as may be
     kept: KeptReport | None = None  # what settles this doubt, and came while it was none
+    traceparent: str | None = None  # the trace that the run is a part of
 
     @property
     def lease_live(self) -> bool:

@@ -12,7 +12,6 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from celery import Celery
-from kombu import Exchange, Queue
 
 from handrail.broker.message import (
     RECONCILE_QUEUE,
@@ -29,6 +28,7 @@ from handrail.broker.pool import (
     LoopTask,
     Payload,
 )
+from handrail.broker.queues import AMQP, queue
 from handrail.broker.refusals import REFUSALS
 from handrail.broker.verify import (
     CANVAS_TASKS,
@@ -53,6 +53,16 @@ __all__ = [
 
 HOST_QUEUE: Final = "handrail.host"  # not Celery's "celery": another app may live on that Redis
 LOOP_POOL: Final = "handrail.broker.pool:LoopPool"
+#: What a task of ours needs in an app whose settings are a host's: its time limits are its own, and
+#: what is acknowledged late, or kept as a result, is not for us. (A week: no step lasts as long.)
+HOST_TASK: Final[dict[str, Any]] = {
+    "acks_late": False,
+    "time_limit": 604_800,
+    "soft_time_limit": 604_800,
+    "rate_limit": None,
+    "serializer": "json",
+    "store_errors_even_if_ignored": False,
+}
 SOCKET_TIMEOUT_S: Final = 2.0  # above the consumer's blocking pop of 1 s, which it must not break
 
 
@@ -92,7 +102,7 @@ def make_app(
         worker_send_task_events=False,
         task_send_sent_event=False,
         # queues
-        task_queues=[_queue(STEPS_QUEUE), _queue(RECONCILE_QUEUE), _queue(HOST_QUEUE)],
+        task_queues=[queue(n, broker_url) for n in (STEPS_QUEUE, RECONCILE_QUEUE, HOST_QUEUE)],
         task_routes={
             STEP_TASK: {"queue": STEPS_QUEUE},
             "handrail.reconcile.*": {"queue": RECONCILE_QUEUE},
@@ -119,8 +129,11 @@ def make_app(
     return app
 
 
-def register_step(app: Celery, handler: Callable[[StepMessage], Awaitable[None]]) -> LoopTask:
+def register_step(
+    app: Celery, handler: Callable[[StepMessage], Awaitable[None]], **options: Any
+) -> LoopTask:
     """Register `handrail.step`: each readable message is handed to `handler`, others are dropped.
+    `options` are attributes of the task.
 
     What the handler raises is logged with its `code`, and ends there: the ledger's lease runs out.
     """
@@ -136,7 +149,10 @@ def register_step(app: Celery, handler: Callable[[StepMessage], Awaitable[None]]
                 return
             await handler(message)
 
-    return app.register_task(StepTask())
+    task = StepTask()
+    for name, value in options.items():
+        setattr(task, name, value)
+    return app.register_task(task)
 
 
 def sweep_entry(every_s: float) -> dict[str, Any]:
@@ -152,10 +168,6 @@ def sweep_entry(every_s: float) -> dict[str, Any]:
         "expiration": max(10.0, 5 * every_s),
     }
     return {"task": SWEEP_TASK, "schedule": every_s, "options": options}
-
-
-def _queue(name: str) -> Queue:
-    return Queue(name, Exchange("handrail", type="direct"), routing_key=name)
 
 
 def _transport_settings(scheme: str, url: str, key_prefix: str) -> dict[str, Any]:
@@ -176,7 +188,7 @@ def _transport_settings(scheme: str, url: str, key_prefix: str) -> dict[str, Any
         if scheme == "rediss" and "ssl_" not in url:  # kombu would not check the certificate
             settings["broker_use_ssl"] = {"ssl_cert_reqs": ssl.CERT_REQUIRED}
         return settings
-    if scheme in ("amqp", "amqps", "pyamqp"):
+    if scheme in AMQP:
         return {"broker_transport_options": {"confirm_publish": True}}
     return {}
 

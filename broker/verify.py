@@ -77,6 +77,9 @@ def _off(value: Any) -> bool:
 
 
 _KEEP: Final = "Leave it as `make_app` sets it."
+_APART: Final = (
+    "Start this worker with -Q and your own queues, and run ours apart: 'handrail worker'."
+)
 _RULES: Final = (
     _Rule("content-type", "accept_content", _only_json, "json alone", "Accept nothing but json."),
     _Rule("content-type", "task_serializer", _JSON.__contains__, "json", _KEEP),
@@ -135,6 +138,41 @@ def verify_app(app: Celery, *, pool: type | str | None = None) -> list[UnsafeSet
         if not rule.is_safe(value := app.conf[rule.setting])
     ]
     return [*found, *_unsafe_pool(app, pool), *_unsafe_tasks(app), *_unsafe_schedule(app)]
+
+
+def verify_guest(app: Celery, *, pool: type | str | None = None) -> list[UnsafeSetting]:
+    """Return what keeps our tasks from being safe in a worker of a host's own app.
+
+    Far less than in an app of ours, whose settings we make. Harmless here: late acknowledgement,
+    time limits, rate limits and results (our tasks say their own), the emulation of
+    acknowledgements and any prefetch (a message comes twice or late, and grants nothing),
+    publishing again (we publish by ourselves), remote control and events (they stop a worker, and
+    change no run).
+    """
+    found = []
+    if not _only_json(app.conf.accept_content):
+        found.append(
+            UnsafeSetting(
+                "content-type",
+                "accept_content",
+                repr(app.conf.accept_content),
+                "json alone",
+                f"What unpickles a message runs whatever its sender likes. {_APART}",
+            )
+        )
+    kind = get_implementation(pool or app.conf.worker_pool)
+    if kind.__module__.rpartition(".")[2] in ("gevent", "eventlet"):
+        found.append(
+            UnsafeSetting(
+                "pool",
+                "worker_pool",
+                kind.__module__,
+                "prefork, threads or solo",
+                f"Green threads stand still while a step's event loop runs. {_APART}",
+            )
+        )
+    evicts = [one for one in verify_server(app) if one.code == "redis-evicts"]
+    return [*found, *evicts]
 
 
 def verify_server(app: Celery) -> list[UnsafeSetting]:

@@ -26,6 +26,7 @@ class ModelRequest:
     """What a model is shown: public facts of one run. It is a copy; changing it changes nothing.
 
     `observations` are {"source", "text"}, oldest first; `tools` {"name", "description", "schema"}.
+    `traceparent` is for the request's header of that name, and no matter of the model's.
     """
 
     goal: str
@@ -37,6 +38,7 @@ class ModelRequest:
     state_version: int
     remaining_ms: int
     observation_count: int = 0
+    traceparent: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the request as one JSON object, for planners written as functions."""

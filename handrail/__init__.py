@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from handrail.agent.status import Reason
     from handrail.agent.tools import FOREVER, Compensation, Permit, Principal, RunFacts
     from handrail.agent.workflow import AgentLoop, Check, Commit, Confirm, Read, Verify, Workflow
+    from handrail.client import Client
     from handrail.errors import ToolRefused, ToolUnclear
     from handrail.fleet import Fleet
+    from handrail.installing import install
     from handrail.reports import sign_report
     from handrail.tasks.calls import ToolCall
 
@@ -53,6 +55,7 @@ __all__ = [
     "ToolUnclear",
     "Verify",
     "Workflow",
+    "install",
     "sign_report",
 ]
 
@@ -85,6 +88,7 @@ _HOME = {
     "ToolUnclear": "handrail.errors",
     "Verify": "handrail.agent.workflow",
     "Workflow": "handrail.agent.workflow",
+    "install": "handrail.installing",
     "sign_report": "handrail.reports",
 }
 

@@ -798,10 +798,10 @@ class Fleet:
             key_prefix=self.settings.key_prefix,
             pool=pool,
         )
-        register_step(app, self._handle)
+        register_step(app, self.handle_step)
 
         def sweep() -> None:  # not the method: Celery counts its `self` among a message's arguments
-            self._reconciler.tick(every_s=self.settings.sweep_every_s)
+            self.sweep_now()
 
         # Not shared: every other Celery app of the process, the host's too, would get this sweep.
         app.task(name=SWEEP_TASK, ignore_result=True, max_retries=0, shared=False)(sweep)
@@ -935,7 +935,8 @@ class Fleet:
 
     # ---- inside a worker -------------------------------------------------------------------------
 
-    async def _handle(self, message: StepMessage) -> None:
+    async def handle_step(self, message: StepMessage) -> None:
+        """Run the step that a message is about, if it is due."""
         await self._run_step(self._runtime, message)
 
     async def _run_step(self, runtime: Runtime, message: StepMessage) -> None:
@@ -956,7 +957,15 @@ class Fleet:
         except HandrailError as error:
             raise SystemExit(f"error[{error.code}]: {error}") from None
 
+    def sweep_now(self) -> None:
+        """Sweep once in this process, unless another sweep has just been here."""
+        self._reconciler.tick(every_s=self.settings.sweep_every_s)
+
     def _on_worker_ready(self, **_: object) -> None:
+        self.begin_work()
+
+    def begin_work(self) -> None:
+        """Begin what goes on beside the steps of this process: leases, cancel signals, sweeps."""
         runtime = self._runtime
         every_s = seen_every_s(self.ledger.version_patience_ms)
         runtime.be_seen(functools.partial(self._say_seen, every_s), every_s=every_s)
@@ -972,6 +981,11 @@ class Fleet:
         if not there.issuperset(keys):  # the database was set back to before we came
             self.announce()
         return bool(there - keys)
+
+    def end_work(self) -> None:
+        """Give back what this process holds of runs, and close what it has opened."""
+        self._drain(self.settings.drain_timeout_s)
+        self._on_worker_shutdown()
 
     def _on_worker_shutdown(self, **_: object) -> None:
         self._close("_sweep_timer", "_reconciler", "_cancel_signal", "_runtime", "_messenger")

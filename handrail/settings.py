@@ -14,6 +14,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from handrail.errors import BadInput
 from handrail.ledger.session import SCHEMA_NAME
+from handrail.logs import LogFormat, LogLevel
 
 #: A secret that could be tried out would let anybody approve.
 SHORTEST_SECRET: Final = 32
@@ -122,6 +123,8 @@ class Settings(BaseSettings):
     approval_secret: Annotated[str, AfterValidator(_secrets)] = Field(default="", repr=False)
     decisions_per_minute: Annotated[int, Field(ge=0)] = 60
     escalate_after_s: Annotated[float, Field(gt=0)] = 4 * 3_600.0
+    log_format: LogFormat = "text"
+    log_level: LogLevel = "warning"
     pool: Literal["loop", "threads", "solo", "prefork"] = "loop"
 
     @classmethod

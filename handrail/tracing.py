@@ -103,6 +103,12 @@ def child(traceparent: str, *names: object) -> str:
     return f"{version}-{trace}-{named}-{flags}"
 
 
+def below(traceparent: str | None, *names: object) -> str | None:
+    """`child` of the trace that a run was given; None where it was given none."""
+    given = checked(traceparent)
+    return None if given is None else child(given, *names)
+
+
 def ids_of(traceparent: str) -> dict[str, str]:
     """Return the trace id and the span id, as logs name them."""
     _, trace, span, _ = traceparent.split("-")
@@ -147,6 +153,7 @@ def _opentelemetry() -> tuple[Any, Any] | None:
 
 __all__ = [
     "TRACEPARENT_PATTERN",
+    "below",
     "checked",
     "child",
     "current",

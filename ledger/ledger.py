@@ -801,6 +801,7 @@ class Ledger:
             expires_at=row["expires_at"],
             attempts=row["attempts"],
             cancel_requested=row["cancel_requested_at"] is not None,
+            traceparent=row["traceparent"],
             effect=effect,
             current=current,
             undoing=undoing,

@@ -120,6 +120,7 @@ class Compensator:
                     # Counted from before the dispatch was sent, as a worker does.
                     deadline=before + call_ms / 1000,
                     clock=self.clock,
+                    traceparent=locked.traceparent,
                 )
                 return self._call(sending, granted)
         except Exception:

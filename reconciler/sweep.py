@@ -20,6 +20,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from handrail import logs, tracing
 from handrail.agent import protocol
 from handrail.agent.effects import Answer, Effect, EffectStatus, NoAnswer, resolve
 from handrail.agent.protocol import Gone, Locked, Ruling
@@ -232,7 +233,8 @@ class Reconciler:
     def _contained(self, run_id: str, part: Part) -> Errand | None:
         """One run at fault must not keep the others from being looked at."""
         try:
-            return part()
+            with logs.about(run_id=run_id):
+                return part()
         except (HandrailError, ConnectionLost) as error:
             self._count("failed")
             log.warning("run %s was not looked at (%s); the next sweep does", run_id, error)
@@ -346,6 +348,7 @@ class Reconciler:
             intent_key=effect.intent_key,
             attempt=effect.attempts,
             facts=locked.state.outputs,
+            traceparent=tracing.below(locked.traceparent, effect.id, effect.token, locked.now),
         )
         arguments = tool.contract.revive(dict(effect.arguments))
         return self.ask(tool.query, arguments, context, effect.terms.call_ms)
@@ -414,7 +417,7 @@ def _owes_a_query(ruled: Ruled) -> bool:
 def _answer(tool: Tool, found: Called, effect: Effect, locked: Locked) -> Answer:
     """Read what a query gave, or that it gave nothing."""
     if found.error is not None:
-        log.info("the query of %s failed: %r", effect.id, found.error)
+        log.info("the query of %s failed: %s", effect.id, type(found.error).__name__)
         return NoAnswer(type(found.error).__name__)
     if found.end is not End.RETURNED:
         return NoAnswer(found.end.value)

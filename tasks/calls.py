@@ -12,13 +12,14 @@ import inspect
 import logging
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, suppress
-from contextvars import ContextVar
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, TypeAlias
 
+from handrail import logs, tracing
 from handrail.agent.stage import End
 from handrail.agent.tools import Principal
 from handrail.canonical import Json
@@ -39,7 +40,8 @@ class ToolCall:
     `key` is the idempotency key for the service (None for a read), the same however often the
     intent is sent. `timeout_ms` is what the call has; `not_after` (ms since the epoch) the instant
     after which a service that can should refuse it. `aborted` is set when the program has given the
-    call up. `facts` are the outputs of the run's stages.
+    call up. `facts` are the outputs of the run's stages. `traceparent` names this call within the
+    trace that the run was accepted in, for a header of that name; None where it was in none.
     """
 
     run_id: str
@@ -53,6 +55,7 @@ class ToolCall:
     attempt: int = 1
     facts: Mapping[str, Json] = field(default_factory=dict)
     aborted: threading.Event = field(default_factory=threading.Event)
+    traceparent: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +171,30 @@ def _begin(
     end: Callable[[], None],
     in_time: Callable[[], bool],
 ) -> asyncio.Future[Any]:
+    with ExitStack() as known:
+        for told in args:
+            if isinstance(told, ToolCall):
+                known.enter_context(_about(told))
+        return _started(function, args, end, in_time)
+
+
+@contextmanager
+def _about(told: ToolCall) -> Iterator[None]:
+    """Let what is started in here be known by its call, in the logs and in a trace."""
+    ids = tracing.ids_of(told.traceparent) if told.traceparent else {}
+    with (
+        logs.about(run_id=told.run_id, tool=told.tool, effect_id=told.key, **ids),
+        tracing.inside(told.traceparent),
+    ):
+        yield
+
+
+def _started(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    end: Callable[[], None],
+    in_time: Callable[[], bool],
+) -> asyncio.Future[Any]:
     loop = asyncio.get_running_loop()
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004  # an object whose call is a coroutine
@@ -199,7 +226,8 @@ def in_thread(function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         with suppress(RuntimeError):  # the loop was closed meanwhile: nobody wants to know
             loop.call_soon_threadsafe(settle, value, error)
 
-    threading.Thread(target=work, daemon=True, name="handrail-call").start()
+    within = copy_context()  # a new thread begins with none: its lines must name their run too
+    threading.Thread(target=within.run, args=(work,), daemon=True, name="handrail-call").start()
     return done
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from handrail import tracing
 from handrail.agent import protocol
 from handrail.agent.budget import Phase
 from handrail.agent.loop import observation_of
@@ -52,6 +53,7 @@ class Sending:
     deadline: float
     clock: Callable[[], float]
     phase: Callable[[RunState], Phase] | None = None
+    traceparent: str | None = None  # of the run
 
     # ---- before it is sent -----------------------------------------------------------------------
 
@@ -90,6 +92,7 @@ class Sending:
             not_after=self.go.deadline_at,
             attempt=effect.attempts,
             facts=state.outputs,
+            traceparent=tracing.below(self.traceparent, effect.id, effect.token),
         )
 
     # ---- what it comes to ------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel
 
+from handrail import logs, tracing
 from handrail.agent import machine, protocol, trace
 from handrail.agent.budget import Phase, call_limit, charge_more
 from handrail.agent.effects import (
@@ -102,13 +103,25 @@ async def run_step(runtime: Runtime, message: StepMessage) -> None:
         if runtime.draining:  # it began while this claim was on its way
             runtime.give_back(handle)
             return
-        await _Step(runtime, claim, handle, started).run()
+        with logs.about(**_ids(claim)):
+            logs.event(log, "step.claimed")
+            await _Step(runtime, claim, handle, started).run()
+            logs.event(log, "step.ended", ms=whole_ms(runtime.clock() - started))
         runtime.counts["steps"] += 1
     except (ConnectionLost, DatabaseUnavailable) as error:
         runtime.counts["step-failed"] += 1
         log.warning("a step of run %s was not committed (%s); it is recovered", claim.run_id, error)
     finally:
         runtime.leave(handle)
+
+
+def _ids(claim: Claim) -> dict[str, object]:
+    """What the lines of a step carry."""
+    state = claim.state
+    names = {"run_id": claim.run_id, "step": state.step, "epoch": claim.epoch}
+    whole = tracing.trace_of(claim.run_id, claim.traceparent)
+    spans = tracing.ids_of(tracing.child(whole, *names.values()))
+    return {**names, "workflow": f"{state.workflow}@{state.workflow_version}", **spans}
 
 
 class _Over(BaseException):
@@ -168,6 +181,11 @@ class _Step:
             deadline_at=self.claim.deadline_at,
             random=self.runtime.chance(),
         )
+
+    def _span(self, what: str, attempt: int) -> str | None:
+        """The traceparent of a call of this step."""
+        claim = self.claim
+        return tracing.below(claim.traceparent, claim.run_id, claim.epoch, what, attempt)
 
     # ---- the round -------------------------------------------------------------------------------
 
@@ -404,7 +422,8 @@ class _Step:
         async def ask() -> Any:
             return await fold(model.stream(request), output_bytes_left=left, into=folded)
 
-        done = await call(ask, limit_ms=limit_ms, wish=self.handle.wish)
+        with tracing.inside(request.traceparent):
+            done = await call(ask, limit_ms=limit_ms, wish=self.handle.wish)
         if done.error is not None:
             log.info("run %s: the model call failed: %s", state.run_id, type(done.error).__name__)
         overflow = isinstance(done.error, OutputOverflow)
@@ -433,6 +452,7 @@ class _Step:
             state_version=state.state_version,
             remaining_ms=self.remaining_ms(),
             observation_count=state.observation_count,
+            traceparent=self._span("model", command.attempt),
         )
 
     # ---- act: a read -----------------------------------------------------------------------------
@@ -491,6 +511,7 @@ class _Step:
             timeout_ms=limit_ms,
             attempt=command.attempt + 1,
             facts=state.outputs,
+            traceparent=self._span(command.tool, command.attempt),
         )
 
     def _is_known(self, state: RunState, contract: ToolContract, reply: Reply | None) -> bool:
@@ -532,6 +553,7 @@ class _Step:
             timeout_ms=limit_ms,
             attempt=command.attempt + 1,
             facts=state.outputs,
+            traceparent=self._span(name, command.attempt),
         )
         done = await call(
             check,
@@ -637,7 +659,8 @@ class _Step:
             if len(canonical(original)) > tool.contract.max_output_bytes:
                 raise NotCanonical("the original state is too large")
         except Exception as error:
-            log.info("run %s: what %s changes was not read: %r", state.run_id, tool.name, error)
+            kind = type(error).__name__
+            log.info("run %s: what %s changes was not read: %s", state.run_id, tool.name, kind)
             if self.handle.wish.done():
                 self._cancelled_or_lost(told)
             else:
@@ -766,6 +789,7 @@ class _Step:
             deadline=before + (go.deadline_at - ruled.locked.now) / 1000,
             clock=self.runtime.clock,
             phase=self._phase,
+            traceparent=self.claim.traceparent,
         )
         if not self._last_look(sending) or (left_ms := sending.left_ms) <= 0:
             await self._outcome_kept(sending, End.RETURNED, None, sent=False)

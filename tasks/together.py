@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextvars import Context
 from typing import Final, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -45,7 +46,7 @@ class Together(Generic[_A, _B]):
         future: asyncio.Future[_B] = loop.create_future()
         waiting = self._waiting.setdefault(loop, [])
         if not waiting:
-            loop.call_soon(self._go, loop)
+            loop.call_soon(self._go, loop, context=Context())  # of no single run
         waiting.append((question, future))
         return await future
 

@@ -20,6 +20,7 @@ from typer.testing import CliRunner, Result
 from handrail.broker.redis_client import redis_client
 from handrail.cli import app
 from handrail.embedded import EmbeddedValkey
+from handrail.ledger.schema import HEAD
 from handrail.shared_valkey import RENDEZVOUS, find
 from handrail.terminal import visible
 
@@ -409,8 +410,8 @@ def test_a_database_that_is_not_migrated_is_not_used(
 
 
 def test_an_upgrade_can_be_repeated(migrated: Project) -> None:
-    assert migrated.json("db", "upgrade") == {"revision": "0001"}
-    assert "0001" in migrated("db", "upgrade")
+    assert migrated.json("db", "upgrade") == {"revision": HEAD, "newer": False}
+    assert HEAD in migrated("db", "upgrade")
 
 
 @pytest.mark.parametrize(

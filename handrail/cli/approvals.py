@@ -9,7 +9,6 @@ import typer
 
 from handrail.agent.approvals import Approval, ApprovalRefused
 from handrail.cli.asking import must_confirm
-from handrail.cli.fleets import load_or_plain
 from handrail.cli.ground import for_reading, for_writing
 from handrail.cli.options import (
     AsJson,
@@ -30,6 +29,7 @@ from handrail.cli.options import (
 )
 from handrail.desk import Desk, UnknownMatter, must_see
 from handrail.fleet import Fleet
+from handrail.loading import load_or_plain
 from handrail.runs import Run
 from handrail.terminal import compact, details, heading, note, say, say_json, table
 from handrail.terminal import show as show_table

@@ -10,7 +10,6 @@ import typer
 from handrail.agent.people import Act, Role
 from handrail.agent.tools import Principal
 from handrail.cli.errors import FAILED
-from handrail.cli.fleets import load_or_plain
 from handrail.cli.ground import for_reading
 from handrail.cli.options import (
     AsJson,
@@ -23,6 +22,7 @@ from handrail.cli.options import (
     me,
     time_of,
 )
+from handrail.loading import load_or_plain
 from handrail.terminal import compact, say, say_json, table
 from handrail.terminal import show as show_table
 

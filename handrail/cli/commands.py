@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Annotated, Any
@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from celery.apps.beat import Beat
 from celery.apps.worker import Worker
-from celery.signals import worker_ready
+from celery.signals import setup_logging, worker_ready
 from kombu.utils.url import maybe_sanitize_url
 from typer.core import TyperGroup
 
@@ -31,7 +31,6 @@ from handrail.cli import approvals, audit, handoffs
 from handrail.cli import doctor as doctor_
 from handrail.cli import reconcile as sweeps
 from handrail.cli.errors import FAILED, report
-from handrail.cli.fleets import load, load_or_plain
 from handrail.cli.ground import for_new_runs, for_reading, for_work, for_writing
 from handrail.cli.options import (
     JSON_WANTED,
@@ -53,11 +52,13 @@ from handrail.cli.options import (
 )
 from handrail.cli.review import reviewed, show_review, show_rounds
 from handrail.errors import HandrailError, InvalidBudget, NotCanonical
-from handrail.fleet import InvalidRun
+from handrail.fleet import Fleet, InvalidRun
 from handrail.ledger.errors import DatabaseUnavailable
 from handrail.ledger.ledger import MOST_COUNTED
 from handrail.ledger.schema import HEAD
 from handrail.ledger.session import ConnectionLost
+from handrail.loading import load, load_or_plain
+from handrail.logs import LogFormat, LogLevel, configure
 from handrail.reconciler.sweep import Swept
 from handrail.runs import Run
 from handrail.terminal import compact, details, heading, note, say, say_json, table
@@ -97,7 +98,10 @@ db = typer.Typer(help="The ledger's database.", no_args_is_help=True)
 app.add_typer(db, name="db")
 
 
-LogLevel = Annotated[str, typer.Option(help="debug, info, warning, error or critical.")]
+Level = Annotated[
+    LogLevel | None, typer.Option("--log-level", help="What is logged; HANDRAIL_LOG_LEVEL.")
+]
+Format = Annotated[LogFormat | None, typer.Option("--log-format", help="How; HANDRAIL_LOG_FORMAT.")]
 
 
 @app.callback()
@@ -136,7 +140,8 @@ def demo(
 def worker(
     fleet_name: FleetName = None,
     beat: Annotated[bool, typer.Option(help="Run the sweep from here as well.")] = False,
-    log_level: LogLevel = "warning",
+    log_level: Level = None,
+    log_format: Format = None,
 ) -> None:
     """Run steps until SIGTERM or Ctrl-C; start as many of these as you like.
 
@@ -153,18 +158,19 @@ def worker(
         node = Worker(
             app=fleet.celery,
             hostname=f"handrail-{os.getpid()}@{socket.gethostname()}",
-            loglevel=log_level.upper(),
             redirect_stdouts=False,  # what tools print is no log
             quiet=True,
         )
-        with _when_ready(lambda: note(ready)):
+        with _logging(fleet, log_format, log_level), _when_ready(lambda: note(ready)):
             node.start()
     if node.exitcode:
         raise typer.Exit(node.exitcode)
 
 
 @app.command("beat")
-def beat_command(fleet_name: FleetName = None, log_level: LogLevel = "warning") -> None:
+def beat_command(
+    fleet_name: FleetName = None, log_level: Level = None, log_format: Format = None
+) -> None:
     """Have the sweep run every few seconds, on whichever worker is free.
 
     It republishes what was lost and settles what is in doubt. One is enough, and more do no harm.
@@ -172,13 +178,29 @@ def beat_command(fleet_name: FleetName = None, log_level: LogLevel = "warning") 
     fleet = load_or_plain(fleet_name)
     with for_work(fleet, worker=False):
         note(f"ready: a sweep every {fleet.settings.sweep_every_s:g} s")
-        Beat(
-            app=fleet.celery,
-            scheduler_cls="handrail.cli.beating:PlainScheduler",
-            loglevel=log_level.upper(),
-            redirect_stdouts=False,
-            quiet=True,
-        ).run()
+        with _logging(fleet, log_format, log_level):
+            Beat(
+                app=fleet.celery,
+                scheduler_cls="handrail.cli.beating:PlainScheduler",
+                redirect_stdouts=False,
+                quiet=True,
+            ).run()
+
+
+@contextmanager
+def _logging(fleet: Fleet, log_format: LogFormat | None, level: LogLevel | None) -> Iterator[None]:
+    """Have this process log as it was told to; Celery asks by a signal, and leaves it to us."""
+    settings = fleet.settings
+
+    def set_up(**_: object) -> None:
+        configure(log_format or settings.log_format, level or settings.log_level)
+
+    set_up()
+    setup_logging.connect(set_up)
+    try:
+        yield
+    finally:
+        setup_logging.disconnect(set_up)
 
 
 @contextmanager
@@ -201,6 +223,8 @@ def reconcile(
         float | None, typer.Option(min=0.05, help="Otherwise: how often, until it is stopped.")
     ] = None,
     within_s: Annotated[float, typer.Option(min=1, help="How long --once may take.")] = 60.0,
+    log_level: Level = None,
+    log_format: Format = None,
     as_json: AsJson = False,
 ) -> None:
     """Sweep from here: publish again, recover, end what is overdue, settle doubt.
@@ -209,6 +233,7 @@ def reconcile(
     what is due then stays due. Exits 3 where the database is.
     """
     fleet = for_writing(load(fleet_name))
+    configure(log_format or fleet.settings.log_format, log_level or fleet.settings.log_level)
     reconciler = fleet.make_sweeper()
 
     def tell(swept: Swept) -> None:

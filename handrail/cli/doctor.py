@@ -25,6 +25,7 @@ FAILURE: Final = "failure"  # it does not run, or must not
 
 PERIODS_MISSED: Final = 3  # without a sweep, before somebody should look
 LEAST_SILENCE_MS: Final = 15_000  # where nothing is due
+OLDEST_POSTGRES: Final = 130_000  # older ones get no fixes any more
 LAG_MS: Final = 30_000  # of the sweep; an idle fleet has none
 DOUBT_MS: Final = 120_000  # an effect that has been unknown for longer than most providers need
 
@@ -44,7 +45,7 @@ def examine(fleet: Fleet) -> tuple[list[Finding], dict[str, Any] | None]:
     """Look at everything; never raises what it finds. The figures are None without a ledger."""
     findings = [*_database(fleet)]
     figures = None
-    if all(finding.level == OK for finding in findings):
+    if all(finding.level != FAILURE for finding in findings):
         waiting = fleet.ledger.people.waiting(most=MOST_COUNTED)
         figures = fleet.ledger.figures() | waiting
     findings += _broker(fleet)
@@ -69,6 +70,37 @@ def _database(fleet: Fleet) -> Iterator[Finding]:
         newer = f", of a newer release; this program ({HEAD}) may work on it"
         said = f"{shown}, at revision {revision}{newer if revision != HEAD else ''}"
         yield Finding("database", OK, "database-ready", said)
+        if fleet.ledger.database.postgres:
+            yield from _postgres(fleet)
+
+
+def _postgres(fleet: Fleet) -> Iterator[Finding]:
+    """What the server promises of a commit; warnings, so that the figures are still looked at."""
+    [row] = fleet.ledger.database.run(
+        "SELECT current_setting('fsync') AS fsync,"
+        " current_setting('full_page_writes') AS full_page_writes,"
+        " current_setting('synchronous_commit') AS synchronous_commit,"
+        " current_setting('server_version_num')::int AS version",
+        {},
+    )
+    for name in ("fsync", "full_page_writes", "synchronous_commit"):
+        if row[name] == "off":
+            yield Finding(
+                "database",
+                WARNING,
+                f"postgres-{name.replace('_', '-')}-off",
+                f"{name} is off: a crash of the server may lose a dispatch that was committed, and"
+                " with it the promise that a write is made once",
+                f"Set {name} = on.",
+            )
+    if row["version"] < OLDEST_POSTGRES:
+        yield Finding(
+            "database",
+            WARNING,
+            "postgres-old",
+            f"the server is of version {row['version'] // 10_000}",
+            f"Upgrade it to {OLDEST_POSTGRES // 10_000} or later.",
+        )
 
 
 def _broker(fleet: Fleet) -> Iterator[Finding]:

@@ -12,7 +12,6 @@ from handrail.agent.resolution import Choice, Resolution, ResolutionRefused
 from handrail.agent.status import Reason
 from handrail.agent.tools import Principal
 from handrail.cli.asking import must_confirm
-from handrail.cli.fleets import load_or_plain
 from handrail.cli.ground import for_reading, for_writing
 from handrail.cli.options import (
     YOUR_WORDS,
@@ -32,6 +31,7 @@ from handrail.cli.options import (
     time_of,
 )
 from handrail.desk import Desk, Handoff
+from handrail.loading import load_or_plain
 from handrail.terminal import compact, details, heading, note, say, say_json, table
 from handrail.terminal import show as show_table
 

@@ -10,14 +10,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from handrail.integrations.django.celery_app import install
     from handrail.integrations.django.fleet import Fleet
     from handrail.integrations.django.web import client
 
-__all__ = ["Fleet", "client"]
+__all__ = ["Fleet", "client", "install"]
 
 _HOME = {
     "Fleet": "handrail.integrations.django.fleet",
     "client": "handrail.integrations.django.web",
+    "install": "handrail.integrations.django.celery_app",
 }
 
 

@@ -143,7 +143,7 @@ def check_fleet(app_configs: Sequence[AppConfig] | None = None, **_: Any) -> lis
                 id="handrail.E009",
             )
         ]
-    from handrail.cli.fleets import load
+    from handrail.loading import load
 
     try:
         fleet = load(found.fleet)

@@ -8,6 +8,7 @@ dictionary does not say, the environment (`HANDRAIL_*`) does. Light: no agent co
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -66,6 +67,9 @@ def read() -> Settings:
         if name not in connections.settings:
             raise InvalidSettings((f"HANDRAIL['{ALIAS}']: there is no database {name!r}",))
         values["database_url"] = url_of(connections[name])
+    if not values.get("broker_url") and "HANDRAIL_BROKER_URL" not in os.environ:
+        # What a project tells its own Celery app, as Celery's documentation has it.
+        values["broker_url"] = getattr(project, "CELERY_BROKER_URL", None) or ""
     if "home" not in values:
         values["home"] = _home()
     return Settings.read(**values)

@@ -58,6 +58,6 @@ def acting_fleet() -> Fleet:
     name = conf.read().fleet
     if not name:
         return client.fleet
-    from handrail.cli.fleets import load
+    from handrail.loading import load
 
     return load(name)

@@ -1,4 +1,4 @@
-"""Which fleet a command works on: the user's own, or a plain one where its code is not needed."""
+"""Which fleet is meant: the user's own by its name, or a plain one where its code is not needed."""
 
 from __future__ import annotations
 

@@ -1,1 +1,0 @@
-"""Handrail inside a Celery app that exists already."""
