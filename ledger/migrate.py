@@ -142,6 +142,7 @@ def statements_of(revision: str, *, postgres: bool, back: bool = False) -> list[
 
         context = MigrationContext.configure(
             dialect_name="postgresql" if postgres else "sqlite",
+            dialect_opts={"paramstyle": "named"},  # or each % would be doubled
             opts={
                 "as_sql": True,
                 "output_buffer": _Buffer(written),

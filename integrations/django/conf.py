@@ -95,12 +95,14 @@ def url_of(connection: BaseDatabaseWrapper) -> str:
         )
     given_options: Mapping[str, Any] = options.get("OPTIONS") or {}
     query = {name: str(value) for name, value in given_options.items() if name in _LIBPQ}
-    port = str(options.get("PORT") or "")
+    port, host = str(options.get("PORT") or ""), str(options.get("HOST") or "")
+    if host.startswith("/"):  # the folder of a socket
+        query["host"] = host
     return URL.create(
         "postgresql",
         username=options.get("USER") or None,
         password=options.get("PASSWORD") or None,
-        host=options.get("HOST") or None,
+        host=None if "host" in query else host or None,
         port=int(port) if port else None,
         database=options.get("NAME") or None,
         query=query,

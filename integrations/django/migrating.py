@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from django.db import router
 from django.db.backends.base.schema import BaseDatabaseSchemaEditor
@@ -11,6 +11,8 @@ from django.db.migrations.operations.base import Operation
 from handrail.integrations.django import conf
 from handrail.ledger.migrate import statements_of
 from handrail.ledger.schema import VERSION_TABLE
+
+FIRST: Final = "0001"
 
 
 class LedgerRevision(Operation):
@@ -67,18 +69,32 @@ class LedgerRevision(Operation):
                 path = cursor.fetchone()[0]
             editor.execute(f'CREATE SCHEMA IF NOT EXISTS "{schema}"', params=None)
             editor.execute(f'SET LOCAL search_path TO "{schema}"', params=None)
-        found = "" if editor.collect_sql else self._found(editor)
-        if (found >= self.revision) if not back else (found < self.revision):
-            statements: list[str] = []
-        else:
-            statements = statements_of(self.revision, postgres=postgres, back=back)
-        for statement in statements:
+        found = None if editor.collect_sql else self._found(editor)
+        for statement in self._statements(found, postgres=postgres, back=back):
             editor.execute(statement, params=None)
         if schema:  # Django records the migration in the same transaction
             editor.execute(f"SET LOCAL search_path TO {path}", params=None)
 
-    def _found(self, editor: BaseDatabaseSchemaEditor) -> str:
-        """The revision that the database is at; empty where it has none of our tables."""
+    def _statements(self, found: str | None, *, postgres: bool, back: bool) -> list[str]:
+        """What is to be done in a database that is at a revision, whoever brought it there."""
+        if back:
+            if not found:  # nothing of ours is there, but the note that nothing is
+                return [] if found is None else [f"DROP TABLE {VERSION_TABLE}"]
+            if found < self.revision:
+                return []
+            last = [f"DROP TABLE {VERSION_TABLE}"] if self.revision == FIRST else []
+            return [*statements_of(self.revision, postgres=postgres, back=True), *last]
+        if (found or "") >= self.revision:
+            return []
+        statements = statements_of(self.revision, postgres=postgres)
+        if found is None:
+            return statements
+        return [one for one in statements if not one.startswith(f"CREATE TABLE {VERSION_TABLE} ")]
+
+    def _found(self, editor: BaseDatabaseSchemaEditor) -> str | None:
+        """The revision that the database is at: empty where it was taken back from all, None where
+        there never was one.
+        """
         connection = editor.connection
         with connection.cursor() as cursor:
             if connection.vendor == "postgresql":
@@ -87,6 +103,6 @@ class LedgerRevision(Operation):
             else:
                 there = VERSION_TABLE in connection.introspection.table_names(cursor)
             if not there:
-                return ""
+                return None
             cursor.execute(f"SELECT max(version_num) FROM {VERSION_TABLE}")
             return str(cursor.fetchone()[0] or "")

@@ -36,7 +36,7 @@ from handrail.agent.trace import RUN_STOPPED
 from handrail.canonical import digest
 from handrail.gateway.model import ModelEvent, ModelRequest
 from handrail.ledger import ledger as ledger_module
-from handrail.ledger import statements
+from handrail.ledger import session, statements
 from handrail.ledger.errors import DatabaseUnavailable
 from handrail.ledger.ledger import Claim, Ledger
 from handrail.ledger.people import append_audit
@@ -403,7 +403,7 @@ class _Once:
         self._ledger = ledger
 
     def rule(self, *args: Any, **options: Any) -> Any:
-        with mock.patch.object(ledger_module, "TRIES", 1):
+        with mock.patch.object(session, "TRIES", 1):
             return self._ledger.rule(*args, **options)
 
     def __getattr__(self, name: str) -> Any:
@@ -560,9 +560,9 @@ def _resolves_anything(ground: Ground) -> Planted:
     def blind(locked: Locked, decision: Any, **options: Any) -> Any:
         return resolve_(locked, replace(decision, seen=None), **options)
 
-    def any_matter(self: Ledger, tx: Any, row: Row, handoff_id: str | None) -> Any:
+    def any_matter(self: Ledger, tx: Any, row: Row, handoff_id: str | None, **options: Any) -> Any:
         if handoff_id is None:
-            return matter(self, tx, row, handoff_id)
+            return matter(self, tx, row, handoff_id, **options)
         found = tx.run("SELECT * FROM handrail_handoff WHERE id = :id", {"id": handoff_id})
         return handoff_row(found[0]), None
 
