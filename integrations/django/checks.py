@@ -1,6 +1,6 @@
 """`manage.py check`: what is unsafe or missing about Handrail in this project, and what to do.
 
-`check --deploy` looks further: it imports the fleet. `check --database NAME` asks the database.
+`check --deploy` looks further: it imports the fleet, and asks the database.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def register() -> None:
     """Register all of them; the app does it when it is ready."""
     checks.register(check_settings, _TAG)
     checks.register(check_fleet, _TAG, deploy=True)
-    checks.register(check_tables, checks.Tags.database)
+    checks.register(check_tables, _TAG, deploy=True)
 
 
 def check_settings(app_configs: Sequence[AppConfig] | None = None, **_: Any) -> list[CheckMessage]:
@@ -158,17 +158,13 @@ def check_fleet(app_configs: Sequence[AppConfig] | None = None, **_: Any) -> lis
     return []
 
 
-def check_tables(
-    app_configs: Sequence[AppConfig] | None = None,
-    databases: Sequence[str] | None = None,
-    **_: Any,
-) -> list[CheckMessage]:
-    """Ask the ledger's database whether it is migrated (`migrate` and `check --database`)."""
+def check_tables(app_configs: Sequence[AppConfig] | None = None, **_: Any) -> list[CheckMessage]:
+    """Ask the ledger's database whether it is migrated (with `--deploy`)."""
     from handrail.integrations.django.database import DjangoTransaction
     from handrail.ledger.schema import check_migrated
 
     try:
-        if conf.is_elsewhere() or conf.alias() not in (databases or ()):
+        if conf.is_elsewhere():
             return []
         check_migrated(DjangoTransaction(conf.alias(), elsewhere=False))
     except HandrailError as error:

@@ -17,6 +17,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9_.:@-]{1,128}\Z")
 CANCEL: Final = "handrail.cancel_run"
 APPROVE: Final = "handrail.approve_action"
 RESOLVE: Final = "handrail.resolve_handoff"
+_SHOWN: Final = ("run", "effect", "approval", "handoff")
 
 
 class UnknownPerson(BadInput):
@@ -29,8 +30,9 @@ class UnknownPerson(BadInput):
 
 
 def principal_of(user: Any) -> Principal:
-    """Who a user is. An operator may cancel runs and resolve handoffs (`handrail.cancel_run`,
-    `handrail.resolve_handoff`), an approver agree to exact actions (`handrail.approve_action`).
+    """Who a user is. A viewer may look (any of Django's `view` permissions), an operator cancel
+    runs and resolve handoffs (`handrail.cancel_run`, `handrail.resolve_handoff`), an approver agree
+    to exact actions (`handrail.approve_action`).
 
     The name is the user's, in the form that the audit takes: what it cannot hold is written as
     `.`, followed by the key of the user. Raises `UnknownPerson` for an anonymous user.
@@ -44,7 +46,7 @@ def principal_of(user: Any) -> Principal:
     if not _NAME.match(name):
         name = f"{re.sub('[^A-Za-z0-9_.:@-]', '.', name)[:100]}.{user.pk}"
     granted = {
-        Role.VIEWER: True,
+        Role.VIEWER: any(user.has_perm(f"handrail.view_{name}") for name in _SHOWN),
         Role.OPERATOR: user.has_perm(CANCEL) or user.has_perm(RESOLVE),
         Role.APPROVER: user.has_perm(APPROVE),
     }
