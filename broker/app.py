@@ -113,7 +113,7 @@ def make_app(
         worker_concurrency=in_flight if pool is None else None,
         worker_consumer="handrail.broker.consumer:StepConsumer",
         worker_prefetch_multiplier=1,
-        worker_detect_quorum_queues=False,
+        worker_detect_quorum_queues=scheme in AMQP,  # they know no prefetch but a consumer's
         worker_disable_rate_limits=True,
         worker_proc_alive_timeout=30.0,
         # the broker may be away, at the start too

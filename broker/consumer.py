@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from celery.worker.consumer import Consumer
 from kombu import Connection
@@ -25,6 +25,10 @@ from handrail.broker.verify import (
 
 logger = logging.getLogger("handrail.broker")
 
+#: What no waiting mends; a broker that is away may come back.
+NEVER: Final = ("redis-evicts", "queue-is-another")
+_Blueprint: Any = Consumer.Blueprint  # a variable in its stubs
+_DELAYS: Final = ":DelayedDelivery"
 AUTOSCALED: Final = UnsafeSetting(
     code="pool",
     setting="--autoscale",
@@ -39,6 +43,15 @@ class StepConsumer(Consumer):
 
     connection_errors: tuple[type[Exception], ...]
     controller: Any
+
+    class Blueprint(_Blueprint):  # type: ignore[misc]
+        """Celery's steps but one: nothing of ours waits at the broker, so that no queues for
+        delayed messages are wanted there.
+        """
+
+        default_steps: ClassVar[list[str]] = [
+            step for step in _Blueprint.default_steps if not step.endswith(_DELAYS)
+        ]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         quiet = {"without_mingle": True, "without_gossip": True, "without_heartbeat": True}
@@ -55,7 +68,7 @@ class StepConsumer(Consumer):
         connection = super().connect()
         if self.restart_count == 0:
             found = verify_server(self.app)
-            if unsafe := tuple(setting for setting in found if setting.code == "redis-evicts"):
+            if unsafe := tuple(setting for setting in found if setting.code in NEVER):
                 raise UnsafeConfiguration(unsafe)
         return connection
 

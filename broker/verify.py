@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Final, NamedTuple
 
 import redis
+from amqp.exceptions import PreconditionFailed
 from celery import Celery
 from celery.concurrency import get_implementation
 
@@ -183,9 +184,32 @@ def verify_server(app: Celery) -> list[UnsafeSetting]:
     try:
         with app.connection_for_write(connect_timeout=VERIFY_TIMEOUT_S) as connection:
             connection.connect()
+            return [*_other_queues(app, connection)]
     except Exception as error:  # each transport has its own kinds
         return [_unreachable(error)]
-    return []
+
+
+def _other_queues(app: Celery, connection: Any) -> Iterator[UnsafeSetting]:
+    """Declare our queues on RabbitMQ, and name those that are there as another kind."""
+    if connection.transport.driver_type != "amqp":
+        return
+    for name, queue in app.amqp.queues.items():
+        if not str(name).startswith("handrail."):
+            continue
+        channel = connection.channel()  # a refusal closes it
+        try:
+            queue(channel).declare()
+        except PreconditionFailed:
+            yield UnsafeSetting(
+                "queue-is-another",
+                f"queue {name}",
+                "declared in another way",
+                "a quorum queue of ours",
+                "Stop the workers and delete it at the broker (rabbitmqctl delete_queue): the"
+                " sweep publishes again what was in it.",
+            )
+        else:
+            channel.close()
 
 
 def verify_redis(

@@ -11,6 +11,7 @@ from hypothesis import settings
 from handrail.embedded import EmbeddedValkey
 from handrail.testing.services import EmbeddedPostgres
 from tests.acceptance import AcceptanceRecord
+from tests.rabbit import Rabbit, must_be_there
 
 # How long an example takes says how busy the machine is, and nothing about the program.
 settings.register_profile("untimed", settings(), deadline=None)
@@ -30,6 +31,18 @@ def valkey_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a Valkey server of this test process (under xdist: one a worker)."""
     with EmbeddedValkey(tmp_path_factory.mktemp("valkey")) as valkey:
         yield valkey.url
+
+
+@pytest.fixture(scope="session")
+def rabbit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rabbit]:
+    """A RabbitMQ server of this test process."""
+    must_be_there()
+    server = Rabbit(tmp_path_factory.mktemp("rabbit"))
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop()
 
 
 @pytest.fixture(scope="session")
