@@ -138,21 +138,27 @@ class Publisher:
             with self._app.amqp.producer_pool.acquire(
                 block=True, timeout=self._timeout_s
             ) as producer:
-                for message in messages:
-                    task_id = str(uuid.uuid4())
-                    producer.publish(
-                        ([json.loads(message.to_json())], {}, _EMBEDDED),
-                        serializer="json",
-                        headers={**headers, "id": task_id, "root_id": task_id},
-                        correlation_id=task_id,
-                        exchange="",
-                        routing_key=STEPS_QUEUE,
-                        declare=[queue],
-                        delivery_mode=2,
-                        retry=False,
-                        timeout=self._timeout_s,
-                        confirm_timeout=self._timeout_s,
-                    )
+                try:
+                    for message in messages:
+                        task_id = str(uuid.uuid4())
+                        producer.publish(
+                            ([json.loads(message.to_json())], {}, _EMBEDDED),
+                            serializer="json",
+                            headers={**headers, "id": task_id, "root_id": task_id},
+                            correlation_id=task_id,
+                            exchange="",
+                            routing_key=STEPS_QUEUE,
+                            declare=[queue],
+                            delivery_mode=2,
+                            retry=False,
+                            timeout=self._timeout_s,
+                            confirm_timeout=self._timeout_s,
+                        )
+                except Exception:
+                    # Not politely: a server that stands still would be waited for without an end.
+                    connection: Any = producer.connection
+                    connection.collect()
+                    raise
         except Exception as error:  # each transport has its own kinds
             raise PublishFailed(len(messages), type(error).__name__) from error
 

@@ -12,8 +12,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import amqp
 import pytest
-from kombu import Connection, Producer
+from kombu import Connection
 from kombu import Queue as PlainQueue
 
 from handrail import Client, Fleet
@@ -175,17 +176,21 @@ def test_junk_and_forgeries_end_no_worker(fleet: OnRabbit) -> None:
     with fleet.at_work():
         fleet.complete(fleet.client.enqueue("look", goal="see"))
         with Connection(fleet.rabbit.url) as connection:
-            channel = connection.default_channel
-            producer = Producer(channel, routing_key=STEPS_QUEUE, exchange="")
+            channel: Any = connection.default_channel
+            task = {"application_headers": {"task": STEP_TASK, "id": "1"}}
+            other = {"application_headers": {"task": "os.system", "id": "2"}}
             for body, options in (
-                (b"\xff\x00", {"content_type": "application/data"}),
-                ("[", {"content_type": "application/json", "content_encoding": "utf-8"}),
-                ([[{"run_id": "x"}], {}, {}], {"headers": {"task": STEP_TASK, "id": "1"}}),
-                ([[], {}, {}], {"headers": {"task": "os.system", "id": "2"}}),
-                ({"__type__": "uuid", "__value__": "x"}, {"headers": {"task": STEP_TASK}}),
+                (b'[[{"run_id": "x"}], {}, {}]', task),
+                (b"[[], {}, {}]", other),
+                (b'{"__type__": "uuid", "__value__": "x"}', task),
+                (b"[", {}),
+                (b"\xff\x00", task),
+                (b"null", {}),
             ):
-                given: Any = options
-                producer.publish(body, **given)
+                given = {"content_type": "application/json", "content_encoding": "utf-8"}
+                channel.basic_publish(
+                    amqp.Message(body, **given, **options), exchange="", routing_key=STEPS_QUEUE
+                )
         fleet.complete(fleet.client.enqueue("look", goal="see"))
 
 
