@@ -555,21 +555,6 @@ class WorkflowRow(Table, table=True):
     entry: str = _text()
 
 
-class RewindRow(Table, table=True):
-    """A mark that the database was restored from a backup: what it does not know may have been
-    sent.
-    """
-
-    __tablename__: ClassVar[str] = "handrail_rewind"
-
-    number: int = _int(key=True)
-    rewound_at: int = _int()
-    reason: str = _text()
-    declared_by: str = _text()
-    cleared_at: int | None = _int(null=True)
-    cleared_by: str | None = _text(null=True)
-
-
 class SchemaRow(Table, table=True):
     """Which programs may use this schema: any that knows this revision, or a later one."""
 

@@ -125,7 +125,7 @@ def test_db_upgrade_and_the_doctor_leave_a_newer_schema_and_say_so(
     assert json.loads(told.output) == {"revision": LATER, "newer": True}
     assert current(url) == LATER
     with closing(Fleet(database_url=url)) as fleet:
-        [database] = [found for found in doctor.examine(fleet)[0] if found.about == "database"]
+        [database] = [f for f in doctor.examine(fleet)[0] if f.code == "database-ready"]
     assert (database.level, database.code) == ("ok", "database-ready")
     assert "of a newer release" in database.detail
 
@@ -194,7 +194,7 @@ def test_the_ledger_lives_in_a_schema_of_its_own_and_leaves_the_others_alone(
         [run] = fleet.rest(fleet.start(*errand(1)))
         assert run.status == "completed"
         assert fleet.fleet.upgrade_database() == HEAD, "a second time it changes nothing"
-        [database] = [f for f in doctor.examine(fleet.fleet)[0] if f.about == "database"]
+        [database] = [f for f in doctor.examine(fleet.fleet)[0] if f.code == "database-ready"]
         assert database.code == "database-ready"
         assert [one.name for one in fleet.fleet.workflow_versions()] == ["errand"]
         ledger = fleet.fleet.ledger.database

@@ -1,4 +1,4 @@
-"""The catalog of workflows, marks of a rewound ledger, and what older programs may still use."""
+"""The catalog of workflows, and what older programs may still use."""
 
 from __future__ import annotations
 
@@ -45,16 +45,6 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("name", "version"),
     )
     op.create_table(
-        "handrail_rewind",
-        number("number"),
-        number("rewound_at"),
-        words("reason"),
-        words("declared_by"),
-        number("cleared_at", null=True),
-        words("cleared_by", null=True),
-        sa.PrimaryKeyConstraint("number"),
-    )
-    op.create_table(
         "handrail_schema",
         number("id"),
         words("oldest_program"),
@@ -93,5 +83,5 @@ def downgrade() -> None:
     """Drop them."""
     if op.get_context().dialect.name == "sqlite":
         op.execute("DROP VIEW handrail_accept")  # with its trigger
-    for table in ("handrail_schema", "handrail_rewind", "handrail_workflow"):
+    for table in ("handrail_schema", "handrail_workflow"):
         op.drop_table(table)

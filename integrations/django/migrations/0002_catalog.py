@@ -1,4 +1,4 @@
-"""The catalog of workflows, and marks of a rewound ledger."""
+"""The catalog of workflows."""
 
 from __future__ import annotations
 
