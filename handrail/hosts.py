@@ -105,7 +105,7 @@ class _SessionTransaction:
         _Waiting.of(self._session).add(act)
 
     def _connection(self) -> Connection:
-        return self._session.connection(bind_arguments=self._bind)
+        return self._session.connection(bind_arguments={**self._bind})  # it empties what it gets
 
 
 class _Waiting:
@@ -131,7 +131,11 @@ class _Waiting:
         return found
 
     def add(self, act: Callable[[], object]) -> None:
-        """Let an act wait; at once where no transaction is open."""
+        """Let an act wait for the commit, also that of a session which has done nothing yet; at
+        once where nothing is open and the session begins nothing by itself.
+        """
+        if self._innermost() is None and self._session.autobegin:
+            self._session.begin()  # takes no connection
         innermost = self._innermost()
         if innermost is None:
             _contained(act)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 from pydantic import BaseModel
@@ -366,6 +368,7 @@ def test_tables_may_be_in_a_schema_of_their_own(site: None) -> None:
 
     from handrail.integrations.django import Fleet as DjangoFleet
     from handrail.integrations.django import client
+    from handrail.integrations.django.checks import check_tables
 
     with configured(DATABASE="pg"):
         call_command("migrate", "handrail", "zero", database="pg", verbosity=0)
@@ -378,6 +381,7 @@ def test_tables_may_be_in_a_schema_of_their_own(site: None) -> None:
             with transaction.atomic(using="pg"):
                 run_id = client.enqueue("look", **GIVEN)
             assert fleet.drive(run_id).status == "completed"
+        assert check_tables() == []
         call_command("migrate", "handrail", "zero", database="pg", verbosity=0)
         with connections["pg"].cursor() as cursor:
             cursor.execute("SHOW search_path")
@@ -477,16 +481,14 @@ def test_settings_come_from_the_project_then_from_the_environment(
 
 
 def test_manage_handrail_is_the_command_line(
-    fleet: Fleet, client: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    fleet: Fleet, client: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from handrail.integrations.django.management.commands.handrail import Command
 
-    for name in list(client.settings.to_environment()):
-        monkeypatch.delenv(name, raising=False)  # what the command sets is taken back with the test
     run_id = client.enqueue("look", **GIVEN)
 
     def manage(*arguments: str) -> tuple[object, str]:
-        with pytest.raises(SystemExit) as left:
+        with mock.patch.dict(os.environ), pytest.raises(SystemExit) as left:
             Command().run_from_argv(["manage.py", "handrail", *arguments])
         told = capsys.readouterr()
         return left.value.code, told.out + told.err
@@ -495,8 +497,6 @@ def test_manage_handrail_is_the_command_line(
     assert (code, json.loads(told)["run_id"]) == (0, run_id)
     code, told = manage("show", "no-such-run")
     assert (code, "error[unknown-run]" in told) == (2, True)
-    for name in list(client.settings.to_environment()):
-        monkeypatch.delenv(name, raising=False)
 
 
 # ---- admin ---------------------------------------------------------------------------------------

@@ -85,6 +85,14 @@ class ReadOnly(_Admin):  # type: ignore[misc]
     list_select_related = False
     acts: ClassVar[tuple[tuple[str, str, str], ...]] = ()  # address, title, permission
 
+    def has_module_permission(self, request: HttpRequest) -> bool:
+        """Where the tables are elsewhere, or in a schema of their own, Django does not see them."""
+        return _is_seen() and bool(super().has_module_permission(request))
+
+    def has_view_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
+        """As Django's own, where it sees the tables."""
+        return _is_seen() and bool(super().has_view_permission(request, obj))
+
     def has_add_permission(self, request: HttpRequest) -> bool:
         """Rows are the ledger's."""
         return False
@@ -174,6 +182,12 @@ class ReadOnly(_Admin):  # type: ignore[misc]
 
     def _page(self, pk: str) -> str:
         return reverse(f"admin:handrail_{self.opts.model_name}_change", args=[pk])
+
+
+def _is_seen() -> bool:
+    from handrail.integrations.django import conf
+
+    return not conf.is_elsewhere() and not conf.read().database_schema
 
 
 def _may(request: HttpRequest, permission: str) -> bool:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -16,7 +16,9 @@ from django.core.checks import CheckMessage, Error, Warning
 from django.db import DEFAULT_DB_ALIAS, connections
 
 from handrail.errors import HandrailError
+from handrail.hosts import Transaction
 from handrail.integrations.django import conf
+from handrail.ledger.accept import qualified
 from handrail.settings import InvalidSettings, Settings
 
 _TAG: Final = "handrail"
@@ -158,6 +160,17 @@ def check_fleet(app_configs: Sequence[AppConfig] | None = None, **_: Any) -> lis
     return []
 
 
+class _Qualified:
+    """Statements whose tables are in the schema of the settings."""
+
+    def __init__(self, transaction: Transaction) -> None:
+        self._transaction = transaction
+
+    def run(self, sql: str, params: Mapping[str, Any]) -> list[dict[str, Any]]:
+        schema = conf.read().database_schema if self._transaction.postgres else ""
+        return self._transaction.run(qualified(sql, schema), params)
+
+
 def check_tables(app_configs: Sequence[AppConfig] | None = None, **_: Any) -> list[CheckMessage]:
     """Ask the ledger's database whether it is migrated (with `--deploy`)."""
     from handrail.integrations.django.database import DjangoTransaction
@@ -166,7 +179,7 @@ def check_tables(app_configs: Sequence[AppConfig] | None = None, **_: Any) -> li
     try:
         if conf.is_elsewhere():
             return []
-        check_migrated(DjangoTransaction(conf.alias(), elsewhere=False))
+        check_migrated(_Qualified(DjangoTransaction(conf.alias(), elsewhere=False)))
     except HandrailError as error:
         if error.code != "database-not-migrated":
             return []

@@ -70,7 +70,7 @@ def read() -> Settings:
     if not values.get("broker_url") and "HANDRAIL_BROKER_URL" not in os.environ:
         # What a project tells its own Celery app, as Celery's documentation has it.
         values["broker_url"] = getattr(project, "CELERY_BROKER_URL", None) or ""
-    if "home" not in values:
+    if "home" not in values and "HANDRAIL_HOME" not in os.environ:
         values["home"] = _home()
     return Settings.read(**values)
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from handrail.agent.tools import Principal
     from handrail.fleet import Fleet
 
-_NAME: Final = re.compile(r"[A-Za-z0-9_.:@-]{1,128}\Z")
+_NAME: Final = re.compile(r"[A-Za-z0-9_.@-]{1,128}\Z")
 CANCEL: Final = "handrail.cancel_run"
 APPROVE: Final = "handrail.approve_action"
 RESOLVE: Final = "handrail.resolve_handoff"
@@ -34,8 +34,9 @@ def principal_of(user: Any) -> Principal:
     runs and resolve handoffs (`handrail.cancel_run`, `handrail.resolve_handoff`), an approver agree
     to exact actions (`handrail.approve_action`).
 
-    The name is the user's, in the form that the audit takes: what it cannot hold is written as
-    `.`, followed by the key of the user. Raises `UnknownPerson` for an anonymous user.
+    The name is the user's, in the form that the audit takes: of another one what it cannot hold is
+    written as `.`, and `:` with the key of the user follows, which no name contains. Raises
+    `UnknownPerson` for an anonymous user.
     """
     from handrail.agent.people import Role
     from handrail.agent.tools import Principal
@@ -44,7 +45,7 @@ def principal_of(user: Any) -> Principal:
         raise UnknownPerson
     name = str(user.get_username())
     if not _NAME.match(name):
-        name = f"{re.sub('[^A-Za-z0-9_.:@-]', '.', name)[:100]}.{user.pk}"
+        name = f"{re.sub('[^A-Za-z0-9_.:@-]', '.', name)[:100]}:{user.pk}"
     granted = {
         Role.VIEWER: any(user.has_perm(f"handrail.view_{name}") for name in _SHOWN),
         Role.OPERATOR: user.has_perm(CANCEL) or user.has_perm(RESOLVE),

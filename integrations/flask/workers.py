@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flask import Flask, current_app, has_app_context
 
@@ -13,6 +13,9 @@ from handrail.errors import BadInput
 from handrail.fleet import Fleet as PlainFleet
 from handrail.integrations.flask import conf
 from handrail.settings import Settings
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
 
 
 class NoApplication(BadInput):
@@ -61,5 +64,23 @@ class Fleet(PlainFleet):
 
     @contextmanager
     def _in_context(self) -> Iterator[None]:
-        with self.app.app_context():
-            yield
+        session = None
+        try:
+            with self.app.app_context():
+                try:
+                    yield
+                finally:
+                    session = self._session()
+        finally:
+            # A teardown that raises keeps Flask from the ones behind it, Flask-SQLAlchemy's perhaps
+            # among them: its session would hold a connection, and locks, for good.
+            if session is not None:
+                session.close()
+
+    def _session(self) -> Session | None:
+        """Flask-SQLAlchemy's session of the current context, if the call has used one."""
+        sqlalchemy = self.app.extensions.get("sqlalchemy")
+        if sqlalchemy is None or not sqlalchemy.session.registry.has():
+            return None
+        session: Session = sqlalchemy.session()
+        return session
