@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # a web process that only publishes needs no Celery
 log = logging.getLogger("handrail.broker")
 
 #: For whoever must not be held up, a web request above all: to connect, and for each answer.
-IN_PASSING_S: Final = 0.4
+IN_PASSING_S: Final = 0.3
 #: So long nothing is tried after a failure, or each request would wait for the same broker.
 REST_S: Final = 5.0
 

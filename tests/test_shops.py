@@ -214,10 +214,13 @@ def frozen(shop: Shop) -> Iterator[None]:
 def test_a_frozen_broker_delays_no_request_and_loses_no_run(shop: Shop) -> None:
     """The request answers within a second, and the sweep finds the run."""
     shop.new_order()
+    began = time.monotonic()
+    shop.ask("/refunds/none", "alice")  # to log in alone takes its time, on a busy machine
+    usual_s = time.monotonic() - began
     with frozen(shop):
         began = time.monotonic()
         run_id = shop.refund()
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < 1.0 + usual_s
     shop.comes_to(run_id, "awaiting_approval")
 
 
