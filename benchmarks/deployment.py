@@ -17,8 +17,8 @@ from benchmarks.processes import ROOT, Family, Load, cpu_seconds, start_worker, 
 from handrail.embedded import EmbeddedValkey
 from handrail.keeper import KeptProcess
 from handrail.ledger.database import Database
+from handrail.ledger.liveness import SWEPT
 from handrail.ledger.tables import METADATA
-from handrail.reconciler.sweep import SWEPT
 from handrail.settings import Settings
 
 PATIENCE_S = 120

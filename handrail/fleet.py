@@ -14,6 +14,7 @@ import json
 import logging
 import re
 import secrets
+import socket
 import sys
 import time
 import types
@@ -82,6 +83,7 @@ from handrail.ledger.accept import Inserted, accept
 from handrail.ledger.catalog import Announcement, Listed, seen_every_s
 from handrail.ledger.errors import UnknownRun
 from handrail.ledger.ledger import MOST_COUNTED, DueStep, Ledger, NewRun, Ruled, row_of
+from handrail.ledger.liveness import say_alive
 from handrail.ledger.lock import IntentLock, LocalLock, RedisLock
 from handrail.ledger.rows import state_columns
 from handrail.ledger.schema import check_migrated
@@ -975,7 +977,10 @@ class Fleet:
             self._sweep_timer.start()
 
     def _say_seen(self, every_s: float) -> bool:
-        """Say which versions are here; returns whether other workers have other ones."""
+        """Say that this host is at work, and which versions are here; returns whether other workers
+        have other ones.
+        """
+        say_alive(self.ledger.database, socket.gethostname())
         keys = self.workflows.keys()
         there = self.ledger.seen(keys, every_ms=int(every_s * 1000))
         if not there.issuperset(keys):  # the database was set back to before we came

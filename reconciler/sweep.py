@@ -31,6 +31,7 @@ from handrail.agent.workflow import Workflow
 from handrail.broker.message import StepMessage, message_of
 from handrail.errors import HandrailError
 from handrail.ledger.ledger import DueStep, Ledger, Ruled
+from handrail.ledger.liveness import SWEPT
 from handrail.ledger.lock import IntentLock, LocalLock
 from handrail.ledger.session import ConnectionLost
 from handrail.reconciler.answers import read_answer
@@ -57,8 +58,7 @@ FINISH_S: Final = 3.0
 DEFAULT_QUERIES: Final = 16
 DEFAULT_MAX_ATTEMPTS: Final = 5
 
-#: Heartbeats: a sweep has worked; a sweep has found nothing more to do.
-SWEPT: Final = "sweep"
+#: A heartbeat beside SWEPT: a sweep has found nothing more to do.
 QUIET: Final = "sweep:quiet"
 
 

@@ -25,9 +25,10 @@ from handrail.ledger import statements
 from handrail.ledger.accept import REPUBLISH_MS
 from handrail.ledger.errors import DatabaseUnavailable
 from handrail.ledger.ledger import POSTPONE_MS, DueStep
+from handrail.ledger.liveness import SWEPT
 from handrail.reconciler.errands import STUCK_S
 from handrail.reconciler.pace import GRACE_S, Pace
-from handrail.reconciler.sweep import QUIET, SWEEP_S, SWEPT, Reconciler
+from handrail.reconciler.sweep import QUIET, SWEEP_S, Reconciler
 from handrail.reconciler.timer import SweepTimer
 from handrail.tasks.calls import Called, ToolCall, at_any_time
 from tests.world import KINDS, LEASE_MS, SECOND, World, open_world, save_for_goal

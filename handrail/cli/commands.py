@@ -32,6 +32,7 @@ from handrail.cli import doctor as doctor_
 from handrail.cli import reconcile as sweeps
 from handrail.cli.errors import FAILED, report
 from handrail.cli.ground import for_new_runs, for_reading, for_work, for_writing
+from handrail.cli.health import health
 from handrail.cli.options import (
     JSON_WANTED,
     AsJson,
@@ -706,6 +707,9 @@ def doctor(fleet_name: FleetName = None, as_json: AsJson = False) -> None:
             say(f"runs under way: {counts or 'none'}")
     if not is_fit:
         raise typer.Exit(FAILED)
+
+
+app.command()(health)
 
 
 # ---- inside --------------------------------------------------------------------------------------

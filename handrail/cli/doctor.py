@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
+import redis
 from kombu.utils.url import maybe_sanitize_url
 
 from handrail.broker.app import verify_app, verify_server
+from handrail.broker.redis_client import redis_client, redis_url, ssl_options
 from handrail.cli.ground import for_reading
 from handrail.cli.options import lasting
 from handrail.errors import HandrailError
 from handrail.fleet import Fleet
 from handrail.ledger.errors import DatabaseUnavailable
 from handrail.ledger.ledger import MOST_COUNTED
+from handrail.ledger.liveness import (
+    PERIODS_MISSED,
+    WORKER_SILENT_MS,
+    beat_of,
+    sweep_silent_ms,
+)
 from handrail.ledger.schema import HEAD, revision_of
 from handrail.ledger.session import ConnectionLost
 from handrail.shared_valkey import find
@@ -23,10 +32,10 @@ OK: Final = "ok"
 WARNING: Final = "warning"  # it runs, and somebody should look
 FAILURE: Final = "failure"  # it does not run, or must not
 
-PERIODS_MISSED: Final = 3  # without a sweep, before somebody should look
-LEAST_SILENCE_MS: Final = 15_000  # where nothing is due
 OLDEST_POSTGRES: Final = 130_000  # older ones get no fixes any more
 LAG_MS: Final = 30_000  # of the sweep; an idle fleet has none
+CLOCK_MS: Final = 2_000  # by which this machine's clock may differ from the database's
+FULL: Final = 0.7  # of the broker's memory: beyond it a burst may fill the rest
 DOUBT_MS: Final = 120_000  # an effect that has been unknown for longer than most providers need
 
 
@@ -50,6 +59,7 @@ def examine(fleet: Fleet) -> tuple[list[Finding], dict[str, Any] | None]:
         figures = fleet.ledger.figures() | waiting
     findings += _broker(fleet)
     if figures is not None:
+        findings += _workers(figures)
         findings += _sweep(fleet, figures)
         findings += _doubt(figures)
         findings += _people(fleet, figures)
@@ -71,7 +81,45 @@ def _database(fleet: Fleet) -> Iterator[Finding]:
         said = f"{shown}, at revision {revision}{newer if revision != HEAD else ''}"
         yield Finding("database", OK, "database-ready", said)
         if fleet.ledger.database.postgres:
+            yield from _read_only(fleet)
+            yield from _clock(fleet)
             yield from _postgres(fleet)
+
+
+def _read_only(fleet: Fleet) -> Iterator[Finding]:
+    [row] = fleet.ledger.database.run(
+        "SELECT pg_is_in_recovery() AS replica,"
+        " current_setting('transaction_read_only') AS read_only",
+        {},
+    )
+    if row["read_only"] == "on":
+        what = "the server is a replica" if row["replica"] else "its transactions are read-only"
+        yield Finding(
+            "database",
+            FAILURE,
+            "database-read-only",
+            f"nothing can be written: {what}",
+            "Have HANDRAIL_DATABASE_URL name the primary (of several hosts:"
+            " ?target_session_attrs=read-write), and default_transaction_read_only be off.",
+        )
+
+
+def _clock(fleet: Fleet) -> Iterator[Finding]:
+    """Whether this machine's clock is the database's, as nearly as the question's way tells."""
+    asked = time.time() * 1000
+    theirs = fleet.ledger.now()
+    answered = time.time() * 1000
+    off_ms = max(asked - theirs, theirs - answered)
+    if off_ms > CLOCK_MS:
+        side = "behind" if theirs > answered else "ahead of"
+        yield Finding(
+            "database",
+            WARNING,
+            "clock-off",
+            f"this machine's clock is {off_ms / 1000:.1f} s {side} the database's, which the ledger"
+            " goes by; your tools and logs go by this one",
+            "Have the time of both machines set by NTP.",
+        )
 
 
 def _postgres(fleet: Fleet) -> Iterator[Finding]:
@@ -124,6 +172,56 @@ def _broker(fleet: Fleet) -> Iterator[Finding]:
     if not unsafe:
         shown = maybe_sanitize_url(settings.broker_url)
         yield Finding("broker", OK, "broker-ready", f"{shown}, settings are safe")
+        yield from _redis(fleet)
+
+
+def _redis(fleet: Fleet) -> Iterator[Finding]:
+    """What a Redis that evicts nothing may still do: forget at a restart, refuse when full.
+
+    A service that does not say so of itself is not blamed.
+    """
+    url = redis_url(fleet.celery)
+    if not url:
+        return
+    try:
+        with redis_client(url, **ssl_options(fleet.celery)) as client:
+            kept, memory = client.info("persistence"), client.info("memory")
+    except (redis.RedisError, OSError):
+        return  # it has answered a moment ago, and may not want to say this
+    if kept.get("aof_enabled") == 0:
+        yield Finding(
+            "broker",
+            WARNING,
+            "redis-keeps-nothing",
+            "appendonly is off: after a restart of Redis each step under way waits for the sweep",
+            "Run 'CONFIG SET appendonly yes', and set it in the server's configuration.",
+        )
+    used, most = memory.get("used_memory", 0), memory.get("maxmemory", 0)
+    if most and used > FULL * most:
+        yield Finding(
+            "broker",
+            WARNING,
+            "redis-nearly-full",
+            f"{used * 100 // most} % of maxmemory is used; when it is full nothing is published",
+            "Raise maxmemory, or see what else is kept on this server, and that workers keep up.",
+        )
+
+
+def _workers(figures: dict[str, Any]) -> Iterator[Finding]:
+    beats = figures["heartbeats"].items()
+    silences = [ms for name, ms in beats if name.startswith(beat_of(""))]
+    live = sum(ms <= WORKER_SILENT_MS for ms in silences)
+    if live:
+        yield Finding("workers", OK, "workers-seen", f"hosts with one at work: {live}")
+        return
+    last = f"the last one {min(silences) // 1000} s ago" if silences else "nor any a day before"
+    yield Finding(
+        "workers",
+        WARNING,
+        "no-worker",
+        f"no worker has been at work here within the last minute, {last}",
+        "Start 'handrail worker'; what runs elsewhere must have this database and schema.",
+    )
 
 
 def _sweep(fleet: Fleet, figures: dict[str, Any]) -> Iterator[Finding]:
@@ -142,7 +240,7 @@ def _sweep(fleet: Fleet, figures: dict[str, Any]) -> Iterator[Finding]:
     elif due and silence_ms > PERIODS_MISSED * every_ms:
         detail = f"it last ran {silence_ms // 1000} s ago, and {waits}"
         yield Finding("sweep", FAILURE, "sweep-stopped", detail, start)
-    elif silence_ms > max(LEAST_SILENCE_MS, PERIODS_MISSED * every_ms):
+    elif silence_ms > sweep_silent_ms(fleet.settings.sweep_every_s):
         detail = f"it last ran {silence_ms // 1000} s ago"
         yield Finding("sweep", WARNING, "sweep-silent", detail, start)
     else:
