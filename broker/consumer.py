@@ -17,6 +17,7 @@ from kombu.common import ignore_errors
 from handrail.broker.refusals import REFUSALS
 from handrail.broker.transport import Transport
 from handrail.broker.verify import (
+    NEVER,
     UnsafeConfiguration,
     UnsafeSetting,
     verify_app,
@@ -25,8 +26,6 @@ from handrail.broker.verify import (
 
 logger = logging.getLogger("handrail.broker")
 
-#: What no waiting mends; a broker that is away may come back.
-NEVER: Final = ("redis-evicts", "queue-is-another")
 _Blueprint: Any = Consumer.Blueprint  # a variable in its stubs
 _DELAYS: Final = ":DelayedDelivery"
 AUTOSCALED: Final = UnsafeSetting(

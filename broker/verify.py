@@ -31,6 +31,8 @@ CANVAS_TASKS: Final = (
     "celery.map",
     "celery.starmap",
 )
+#: What no waiting mends; a broker that is away may come back.
+NEVER: Final = ("redis-evicts", "queue-is-another")
 _JSON: Final = {"json", "application/json"}
 
 
@@ -172,8 +174,7 @@ def verify_guest(app: Celery, *, pool: type | str | None = None) -> list[UnsafeS
                 f"Green threads stand still while a step's event loop runs. {_APART}",
             )
         )
-    evicts = [one for one in verify_server(app) if one.code == "redis-evicts"]
-    return [*found, *evicts]
+    return [*found, *(one for one in verify_server(app) if one.code in NEVER)]
 
 
 def verify_server(app: Celery) -> list[UnsafeSetting]:

@@ -71,8 +71,8 @@ def install(
     state: Any = app  # whose stubs do not know how far it has come
     if state.configured:
         installed.configure(app)
-    else:
-        app.on_after_configure.connect(lambda sender, **_: installed.configure(sender), weak=False)
+    # Also after that: an app whose settings are given anew forgets what was added to the old ones.
+    app.on_after_configure.connect(lambda sender, **_: installed.configure(sender), weak=False)
     if state.finalized:
         installed.finalize(app)
     else:
@@ -130,7 +130,8 @@ class _Installed:
         }
         theirs = app.conf.task_routes
         listed = theirs if isinstance(theirs, list | tuple) else [theirs] if theirs else []
-        app.conf.task_routes = [ours, *listed]
+        if ours not in listed:
+            app.conf.task_routes = [ours, *listed]
         named = self.named
         known = self._settings() if named is None or isinstance(named, str) else named.settings
         entry = {"handrail-sweep": sweep_entry(known.sweep_every_s)}

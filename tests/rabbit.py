@@ -65,7 +65,15 @@ class Rabbit:
     def stop(self) -> None:
         """End it, and what tells nodes each other's ports."""
         self.kill()
-        subprocess.run(["epmd", "-kill"], env=self.environment, capture_output=True, check=False)
+        limit = time.monotonic() + 5  # it stays while it believes in the node that was killed
+        while b"Killed" not in self._told_epmd() and time.monotonic() < limit:
+            time.sleep(0.1)
+
+    def _told_epmd(self) -> bytes:
+        told = subprocess.run(
+            ["epmd", "-kill"], env=self.environment, capture_output=True, check=False
+        )
+        return told.stdout + told.stderr
 
     def freeze(self) -> None:
         """Let it stand still."""

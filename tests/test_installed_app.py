@@ -304,6 +304,17 @@ def test_settings_that_come_after_it_count() -> None:
     assert app.amqp.router.route({}, STEP_TASK)["queue"].name == STEPS_QUEUE
 
 
+def test_settings_that_are_given_anew_keep_what_is_ours() -> None:
+    """As where an app's settings were looked at before its module came to read them."""
+    app = Celery("theirs", broker="memory://", set_as_current=False)
+    assert app.conf.task_routes is None
+    handrail.install(app, Fleet(database_url="sqlite://"))
+    app.config_from_object({"task_routes": {"other.*": {"queue": "other"}}, "beat_schedule": {}})
+    assert app.amqp.router.route({}, STEP_TASK)["queue"].name == STEPS_QUEUE
+    assert app.amqp.router.route({}, "other.task")["queue"].name == "other"
+    assert "handrail-sweep" in app.conf.beat_schedule
+
+
 def test_installing_twice_is_installing_once_and_two_fleets_are_refused() -> None:
     app = Celery("theirs", broker="memory://", set_as_current=False)
     fleet = Fleet(database_url="sqlite://")

@@ -57,8 +57,8 @@ class OnRabbit:
 
     @contextmanager
     def process(self, command: str) -> Iterator[subprocess.Popen[bytes]]:
-        log = self.place / f"{command}.log"
-        with log.open("a") as output:
+        log = self.place / f"{command}{len(list(self.place.glob('*.log')))}.log"
+        with log.open("w") as output:
             process = subprocess.Popen(
                 [str(BIN / "handrail"), command],
                 cwd=self.place,
@@ -200,7 +200,7 @@ def test_a_queue_that_is_there_as_a_classic_one_is_named(fleet: OnRabbit) -> Non
         PlainQueue(STEPS_QUEUE, durable=True)(connection.default_channel).declare()
     with fleet.process("worker") as worker:
         assert worker.wait(SECONDS) != 0
-    told = (fleet.place / "worker.log").read_text()
+    told = (fleet.place / "worker0.log").read_text()
     assert "queue-is-another" in told
     assert STEPS_QUEUE in told
     assert "delete" in told
