@@ -38,7 +38,8 @@ _E = EffectStatus
 #: The legal moves; an operator may also move `handed_off` and `contradicted` anywhere.
 EFFECT_MOVES: Final[Mapping[EffectStatus, frozenset[EffectStatus]]] = MappingProxyType(
     {
-        _E.PLANNED: frozenset({_E.DISPATCHED}),
+        # Sent in a time that the ledger has lost, perhaps, or as a late word proves.
+        _E.PLANNED: frozenset({_E.DISPATCHED, _E.UNKNOWN, _E.CONTRADICTED}),
         _E.DISPATCHED: frozenset({_E.APPLIED, _E.ABSENT, _E.UNKNOWN}),
         _E.UNKNOWN: frozenset({_E.APPLIED, _E.ABSENT, _E.HANDED_OFF, _E.DISPATCHED}),
         _E.ABSENT: frozenset({_E.DISPATCHED, _E.UNKNOWN, _E.CONTRADICTED}),
@@ -169,11 +170,60 @@ class Effect:
     approval_id: str | None = None
     compensation: CompensationRecord | None = None
     compensates: str | None = None  # the effect that this one undoes
+    rewind: int | None = None  # the latest rewind of the ledger under which it was asked about
 
     def settles_at(self, max_stall_ms: int) -> int:
         """The moment after which a query that is sent may prove absence."""
         assert self.dispatch_deadline_at is not None
         return self.dispatch_deadline_at + max_stall_ms + self.terms.settle_after_ms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rewind:
+    """The ledger was set back to an earlier state: what it knew of a time is lost.
+
+    Nothing is forgotten that was written before `lost_from`, and nothing was sent on its word after
+    `lost_until`; milliseconds, by the ledger's clock.
+    """
+
+    number: int
+    lost_from: int
+    lost_until: int
+
+
+def may_be_forgotten(effect: Effect, rewind: Rewind) -> bool:
+    """Whether an intent that the ledger takes for not sent may have been sent in the lost time.
+
+    One that has been asked about since then was not, or is known.
+    """
+    not_sent = effect.status in (EffectStatus.PLANNED, EffectStatus.ABSENT)
+    return not_sent and effect.rewind != rewind.number
+
+
+def perhaps_sent(effect: Effect, rewind: Rewind, *, run_id: str, now: int) -> Effect:
+    """The effect that may have been sent in the lost time: in doubt, as after any unproven attempt.
+
+    How it would be undone is to be recorded anew: what a look shows now may be what it has made.
+    """
+    latest_end = rewind.lost_until + effect.terms.call_ms
+    return replace(
+        effect,
+        status=EffectStatus.UNKNOWN,
+        token=effect.token + 1,
+        dispatcher=None,
+        owner_run_id=run_id,
+        attempts=max(1, effect.attempts),
+        doubt=Doubt.UNPROVEN,
+        first_dispatched_at=effect.first_dispatched_at or rewind.lost_from,
+        dispatch_deadline_at=max(effect.dispatch_deadline_at or 0, latest_end),
+        unknown_since=now,
+        trigger=Trigger.WORKER_LOST,
+        queries_left=QUERIES_PER_DISPATCH,
+        absences=0,
+        next_query_at=first_query_at(now),
+        compensation=None,
+        rewind=rewind.number,
+    )
 
 
 def upstream_key(tenant: str, intent_key: str) -> str:

@@ -54,6 +54,8 @@ class Act(StrEnum):
     RESUME = "resume"
     ADMIT = "admit"
     DISMISS = "dismiss"
+    REWOUND = "rewound"
+    CLEARED = "cleared"
 
 
 _OPERATOR_OR_ADMIN: Final = frozenset({Role.OPERATOR, Role.ADMIN})

@@ -40,13 +40,16 @@ from handrail.agent.effects import (
     Pending,
     ProvedAbsent,
     ProvedApplied,
+    Rewind,
     SendAgain,
     Trigger,
     answer_to_json,
     believed_absent,
     classify,
     first_query_at,
+    may_be_forgotten,
     may_send,
+    perhaps_sent,
     trigger_of,
     without_query,
 )
@@ -208,6 +211,7 @@ class Locked:
     handoff: OpenHandoff | None = None  # the matter that a person decides
     known: bool = False  # the observation that the sender's reply adds is in the state already
     paused: str | None = None  # the pause that this dispatch is under: "tool:refund"
+    rewind: Rewind | None = None  # what the ledger has lost, where it was set back
     crowded: bool = False  # as many effects of its tool are unknown as may be
     flooded: bool = False  # as many handoffs of its subject are open as may be
     kept: KeptReport | None = None  # what settles this doubt, and came while it was none
@@ -421,6 +425,8 @@ def dispatch(
             lacks: dict[str, Json] = {"problem": f"how {effect.tool} is undone was not recorded"}
             turn = machine.stop(state, Reason.HANDOFF_REQUIRED, locked.view(), lacks)
             return settle_turn(turn, effect), Halt("unrecorded")
+    if locked.rewind is not None and may_be_forgotten(effect, locked.rewind):
+        return _asked_first(locked, effect, locked.rewind), Halt("asked-first")
     if locked.left_ms <= 0:
         return spent(locked, Reason.DEADLINE_EXHAUSTED), Halt("deadline")
     refused = command.unusable(
@@ -468,6 +474,35 @@ def dispatch(
         charges_tool=command.tool,
     )
     return ruling, Go(sent, deadline_at)
+
+
+def rewound(locked: Locked, rewind: Rewind) -> Ruling | None:
+    """Ask about a write that a run is about to send, before any limit of the run can end it: the
+    ledger was set back, and the write may have been sent. None where it is about to send none.
+    """
+    state, effect = locked.state, locked.effect
+    resting = state.status in (_S.RUNNING, _S.EXECUTING) and not locked.lease_live
+    if not resting or effect is None or locked.own_effect is None or locked.undoing is not None:
+        return None
+    if not _rests_on(state, effect) or not may_be_forgotten(effect, rewind):
+        return None
+    return _asked_first(locked, effect, rewind)
+
+
+def _asked_first(locked: Locked, effect: Effect, rewind: Rewind) -> Ruling:
+    """Nothing is sent: the service is asked whether it was, as after any doubtful attempt."""
+    locked = _without_its_holder(locked)
+    doubtful = perhaps_sent(effect, rewind, run_id=locked.state.run_id, now=locked.now)
+    trigger = Trigger.WORKER_LOST
+    detail: dict[str, Json] = {"trigger": trigger.value, "rewind": rewind.number}
+    turn = machine.stop(locked.state, Reason.UNKNOWN_EFFECT, locked.view(), detail)
+    return Ruling(
+        state=turn.state,
+        events=(_doubt_event(locked, doubtful, trigger), *turn.events),
+        effect=doubtful,
+        lease="take",
+        wake_in_ms=first_query_at(0),
+    )
 
 
 def paid_for(left: BudgetLeft, effect: Effect) -> BudgetLeft | None:
@@ -568,6 +603,13 @@ class Outcome:
     bound: bool = False
     sent: bool = True
     evidence_id: str = ""
+    dispatcher: str | None = None
+
+    def is_of(self, effect: Effect) -> bool:
+        """Whether it is about the effect's latest dispatch. Two dispatches can have the same token
+        where the ledger was set back between them; no two have the same dispatcher.
+        """
+        return (self.token, self.dispatcher) == (effect.token, effect.dispatcher)
 
 
 def outcome(locked: Locked, workflow: Workflow, out: Outcome) -> Ruling | None:
@@ -579,14 +621,11 @@ def outcome(locked: Locked, workflow: Workflow, out: Outcome) -> Ruling | None:
     """
     effect = locked.effect
     assert effect is not None and effect.id == out.effect_id
-    if effect.owner_run_id != locked.state.run_id:
+    if effect.owner_run_id not in (None, locked.state.run_id):
         return None
     note = ("outcome", _outcome_detail(out))
-    if (
-        not locked.current
-        or effect.token != out.token
-        or effect.status is not EffectStatus.DISPATCHED
-    ):
+    in_flight = effect.status is EffectStatus.DISPATCHED and out.is_of(effect)
+    if not locked.current or not in_flight:
         return replace(_late(locked, effect, out), evidence=note)
     status = classify(effect, out.end, out.reply) if out.sent else _unsent_status(effect)
     if status is EffectStatus.ABSENT and locked.kept is not None:
@@ -684,9 +723,16 @@ def _late(locked: Locked, effect: Effect, out: Outcome) -> Ruling:
     if in_doubt and locked.current and out.sent and isinstance(out.reply, Succeeded):
         return proved_applied(locked, out.reply.value, out.evidence_id)
     left = out.sent and not isinstance(out.reply, Refused)
-    if left and effect.status is EffectStatus.ABSENT and effect.doubt is Doubt.BY_QUERY:
+    by_query = effect.status is EffectStatus.ABSENT and effect.doubt is Doubt.BY_QUERY
+    if left and (by_query or _is_forgotten(effect, out)):
         return contrary_evidence(locked)
     return unchanged
+
+
+def _is_forgotten(effect: Effect, out: Outcome) -> bool:
+    """Whether it is about a dispatch that the ledger, set back, has forgotten."""
+    not_sent = effect.status in (EffectStatus.PLANNED, EffectStatus.ABSENT)
+    return not_sent and out.token >= effect.token and not out.is_of(effect)
 
 
 class Reported(StrEnum):
@@ -768,6 +814,8 @@ def _left_after_all(locked: Locked, effect: Effect) -> Effect:
     """
     return replace(
         _doubted(effect, locked.now, Trigger.CONTRARY_EVIDENCE),
+        owner_run_id=effect.owner_run_id or locked.state.run_id,
+        attempts=max(1, effect.attempts),
         queries_left=QUERIES_PER_DISPATCH,
         dispatch_deadline_at=max(locked.now, effect.dispatch_deadline_at or 0),
     )
@@ -1252,6 +1300,14 @@ def dispatch_compensation(
         case _:
             problem = f"what would undo it is {effect.status.value}"
             return _undoing_with_person(locked, problem, None, []), Halt("with-person")
+    if locked.rewind is not None and may_be_forgotten(effect, locked.rewind):
+        doubtful = perhaps_sent(effect, locked.rewind, run_id=state.run_id, now=locked.now)
+        events = (_doubt_event(locked, doubtful, Trigger.WORKER_LOST),)
+        wake_in_ms = first_query_at(0)
+        asks = Ruling(
+            state=state, events=events, effect=doubtful, lease="keep", wake_in_ms=wake_in_ms
+        )
+        return asks, Halt("asked-first")
     calls = 1 + effect.terms.confirmed_by_query
     allowed = may_send(effect, now=locked.now, max_stall_ms=max_stall_ms)
     if not allowed or not state.left.may_compensate(effect.tool, calls):
@@ -1413,6 +1469,8 @@ def _doubt_event(locked: Locked, effect: Effect, trigger: Trigger) -> TraceEvent
         "trigger": trigger.value,
         "recovery": "query" if effect.terms.can_query else "human",
     }
+    if effect.rewind is not None and effect.dispatcher is None:
+        detail["rewind"] = effect.rewind
     return TraceEvent(trace.RECONCILIATION_REQUIRED, locked.state.step, detail)
 
 
@@ -1607,6 +1665,8 @@ def _shown(effect: Effect) -> dict[str, Json]:
         "trigger": effect.trigger.value if effect.trigger else None,
         "evidence": effect.evidence,
     }
+    if effect.rewind is not None and effect.dispatcher is None:
+        shown["perhaps_sent_before"] = f"the ledger was set back (rewind {effect.rewind})"
     if effect.compensation is not None:
         shown["original"] = effect.compensation.original
     return shown

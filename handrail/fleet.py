@@ -33,7 +33,7 @@ from pydantic import BaseModel
 
 from handrail.agent import machine, protocol
 from handrail.agent.budget import Budget, BudgetLeft, CallLimits, Phase
-from handrail.agent.effects import Answer, Effect, EffectStatus
+from handrail.agent.effects import Answer, Effect, EffectStatus, Rewind
 from handrail.agent.loop import AgentLoop
 from handrail.agent.machine import Mode, RunState
 from handrail.agent.pauses import Pause, Scope, checked_scope, checked_words
@@ -618,6 +618,32 @@ class Fleet:
         why = words_of_person("reason", reason, needed=False)
         entry = _of_a_pause(who, Act.RESUME, checked, named, why)
         return self.ledger.resume(checked, named, entry=entry)
+
+    def ledger_rewound(
+        self, *, reason: str, by: Principal | str = "operator", lost_from: int | None = None
+    ) -> Rewind:
+        """Say that the ledger was set back to an earlier state, as by a restored backup.
+
+        To be said before workers start on it. Until it is cleared, a write that may have been sent
+        in the lost time is not sent before its service was asked, under the rules by which every
+        doubt is resolved. `lost_from` is the backup's latest moment, in milliseconds since the
+        epoch; where it is not given the ledger's own latest moment counts, which it must still
+        know: nobody may have worked on it since. Raises `FleetAtWork`, `InvalidMoment`,
+        `NotAllowed`.
+        """
+        who = self._acting(by, Act.REWOUND, Scope.FLEET, "")
+        why = words_of_person("reason", reason)
+        entry = AuditEntry.by(who, Act.REWOUND, "ledger", tenant=None, reason=why)
+        return self.ledger.rewinds.mark(entry, lost_from=lost_from)
+
+    def ledger_cleared(self, *, reason: str, by: Principal | str = "operator") -> Sequence[int]:
+        """Say that nothing which the ledger has lost can be sent again; what is in doubt stays so.
+        Returns the numbers of the rewinds that were open. Raises `NotAllowed`.
+        """
+        who = self._acting(by, Act.CLEARED, Scope.FLEET, "")
+        why = words_of_person("reason", reason)
+        entry = AuditEntry.by(who, Act.CLEARED, "ledger", tenant=None, reason=why)
+        return self.ledger.rewinds.clear(entry)
 
     def _acting(self, by: Principal | str, act: Act, scope: Scope, name: str) -> Principal:
         """Who does something to the fleet itself: an operator; who has to do with some tenants

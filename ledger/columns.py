@@ -21,7 +21,7 @@ EFFECT: Final = (
     "id, tenant, intent_key, tool, contract_version, arguments, arguments_hash, terms, "
     "created_at, status, token, dispatcher, owner_run_id, attempts, doubt, first_dispatched_at, "
     "dispatch_deadline_at, unknown_since, doubt_trigger, queries_left, absences, next_query_at, "
-    "result, evidence, approval_id, compensation, compensates, planned_by"
+    "result, evidence, approval_id, compensation, compensates, planned_by, rewind"
 )
 APPROVAL: Final = (
     "id, run_id, tenant, workflow, step, state_version, tool, contract_version, contract_hash, "

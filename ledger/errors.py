@@ -108,3 +108,44 @@ class RunExists(BadInput):
 
     def __str__(self) -> str:
         return f"run {self.run_id!r} exists already: give another run_id, or a dedupe_key"
+
+
+@dataclass(eq=False)
+class EffectForgotten(HandrailError):
+    """Something was sent for an effect that is not in the ledger: the ledger was set back."""
+
+    code: ClassVar[str] = "effect-forgotten"
+    effect_id: str
+
+    def __str__(self) -> str:
+        return (
+            f"the ledger knows no effect {self.effect_id!r}, which was sent on its word: it was"
+            " set back to an earlier state. Stop the workers and run 'handrail ledger rewound'"
+        )
+
+
+@dataclass(eq=False)
+class FleetAtWork(BadInput):
+    """Workers or sweeps are at work on a ledger that is to be marked as set back."""
+
+    code: ClassVar[str] = "fleet-at-work"
+    name: str
+    ago_ms: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} was at work {self.ago_ms / 1000:.0f} s ago: stop all workers, beats and"
+            " sweeps and try again a minute later; or, where they have worked on the restored"
+            " ledger already, say with --lost-from what the backup's latest moment is"
+        )
+
+
+@dataclass(eq=False)
+class InvalidMoment(BadInput):
+    """The moment from which on a ledger has lost what it knew cannot be right."""
+
+    code: ClassVar[str] = "invalid-moment"
+    problem: str
+
+    def __str__(self) -> str:
+        return f"--lost-from: {self.problem}"

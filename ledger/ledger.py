@@ -22,6 +22,7 @@ from handrail.agent.effects import (
     Doubt,
     Effect,
     EffectStatus,
+    Rewind,
     Terms,
     may_become,
     upstream_key,
@@ -60,8 +61,14 @@ from handrail.ledger.accept import (
 from handrail.ledger.catalog import MISSED_MS, Announcement, Catalog, array
 from handrail.ledger.columns import APPROVAL, EFFECT, HANDOFF
 from handrail.ledger.database import Database
-from handrail.ledger.errors import DatabaseUnavailable, LedgerLocked, UnknownRun
+from handrail.ledger.errors import (
+    DatabaseUnavailable,
+    EffectForgotten,
+    LedgerLocked,
+    UnknownRun,
+)
 from handrail.ledger.people import People, append_audit, last_act, was_written
+from handrail.ledger.rewinds import Rewinds
 from handrail.ledger.rows import (
     Row,
     approval_of,
@@ -249,6 +256,11 @@ class Ledger:
     def people(self) -> People:
         """What people are asked and what they do."""
         return People(self.database, new_id=self._new_id)
+
+    @property
+    def rewinds(self) -> Rewinds:
+        """The times that this ledger was set back."""
+        return Rewinds(self.database, self.people, self.rule)
 
     @property
     def catalog(self) -> Catalog:
@@ -680,8 +692,8 @@ class Ledger:
         evidence counts one time only: with it there already, nothing is decided (`repeated`).
         `token_hash` is the token by which a person consents, `handoff_id` the matter that is
         decided: they are read under the same lock.
-        Raises `UnknownRun`, and `DatabaseUnavailable` where the connection broke several times in a
-        row.
+        Raises `UnknownRun`, `EffectForgotten`, and `DatabaseUnavailable` where the connection broke
+        several times in a row.
         """
         writer = once or self._new_id()
         made: list[Ruled] = []
@@ -934,7 +946,10 @@ class Ledger:
         most = self.max_open_unknowns
         crowded = most > 0 and found["doubtful"] >= most
         flooded = bool(self.max_open_handoffs) and found["open"] >= self.max_open_handoffs
-        return replace(locked, paused=found["paused"], crowded=crowded, flooded=flooded)
+        rewind = None if found["rewind"] is None else Rewind(**tx.run(statements.LOST, {})[0])
+        return replace(
+            locked, paused=found["paused"], crowded=crowded, flooded=flooded, rewind=rewind
+        )
 
     def _lock_effect(
         self, tx: Session, run_id: str, effect_id: str | None, *, hold: bool = True
@@ -951,6 +966,8 @@ class Ledger:
             " WHERE h.effect_id = :id AND h.run_id <> :run_id AND r.status <> 'cancelled'",
             {"id": effect_id, "run_id": run_id},
         )
+        if not found:
+            raise EffectForgotten(effect_id)
         return effect_of(found[0]), holders[0]["others"]
 
     def _plan(self, tx: Session, row: Row, plan: Plan | UndoPlan) -> str:
@@ -1659,9 +1676,10 @@ class Ledger:
         return [_effect_info(row, now) for row in rows]
 
     def effect(self, effect_id: str) -> Effect:
-        """Read one effect that is there."""
+        """Read one effect that is there. Raises `EffectForgotten`."""
         found = self.find_effect(effect_id)
-        assert found is not None
+        if found is None:
+            raise EffectForgotten(effect_id)
         return found
 
     def find_effect(self, effect_id: str) -> Effect | None:

@@ -154,6 +154,7 @@ def effect_of(row: Row) -> Effect:
         approval_id=row["approval_id"],
         compensation=_compensation(row["compensation"]),
         compensates=row["compensates"],
+        rewind=row["rewind"],
     )
 
 
@@ -163,6 +164,7 @@ def _compensation(text: str | None) -> CompensationRecord | None:
 
 def effect_columns(effect: Effect) -> dict[str, Any]:
     """The mutable columns of an effect."""
+    undo = effect.compensation
     return {
         "status": effect.status.value,
         "token": effect.token,
@@ -180,6 +182,8 @@ def effect_columns(effect: Effect) -> dict[str, Any]:
         "result": None if effect.result is None else dumps(normal(effect.result)),
         "evidence": effect.evidence,
         "approval_id": effect.approval_id,
+        "compensation": None if undo is None else dumps(undo.to_json()),
+        "rewind": effect.rewind,
     }
 
 

@@ -11,7 +11,7 @@ from typing import Final
 from handrail.ledger.errors import NotMigrated
 from handrail.ledger.session import Session
 
-HEAD: Final = "0002"
+HEAD: Final = "0003"
 #: The oldest program that may use this schema, by the newest revision that it knows.
 OLDEST_PROGRAM: Final = "0001"
 VERSION_TABLE: Final = "handrail_alembic_version"

@@ -358,7 +358,8 @@ def give_back(postgres: bool) -> str:
 
 
 #: What keeps a write from being dispatched: the widest pause that it is under, how much of its tool
-#: is in doubt, and how much of its subject is with people, counted no further than it matters.
+#: is in doubt, and how much of its subject is with people, counted no further than it matters; and
+#: whether the ledger was set back.
 PAUSED: Final = """
     SELECT (SELECT scope || ':' || name FROM handrail_pause
             WHERE (scope = 'fleet' AND name = '') OR (scope = 'tenant' AND name = :tenant)
@@ -369,7 +370,12 @@ PAUSED: Final = """
         (SELECT count(*) FROM (SELECT 1 FROM handrail_effect
             WHERE tool = :tool AND unknown_since IS NOT NULL LIMIT :most) AS doubts) AS doubtful,
         (SELECT count(*) FROM (SELECT 1 FROM handrail_handoff WHERE tenant = :tenant
-            AND subject = :subject AND status = 'open' LIMIT :most_open) AS matters) AS open"""
+            AND subject = :subject AND status = 'open' LIMIT :most_open) AS matters) AS open,
+        (SELECT max(number) FROM handrail_rewind WHERE cleared_at IS NULL) AS rewind"""
+#: What the ledger has lost, in all the times that it was set back and not cleared.
+LOST: Final = """
+    SELECT max(number) AS number, min(lost_from) AS lost_from, max(lost_until) AS lost_until
+    FROM handrail_rewind WHERE cleared_at IS NULL"""
 
 
 @lru_cache(maxsize=2)

@@ -278,6 +278,7 @@ class EffectRow(Table, table=True):
     compensation: str | None = _text(null=True)  # how it is undone, recorded before it is sent
     compensates: str | None = _text(null=True)  # the effect that it was planned to undo
     planned_by: str | None = _text(null=True)  # the run that may plan it anew until it is sent
+    rewind: int | None = _int(null=True)  # the latest under which it was asked about
 
 
 class EffectHolderRow(Table, table=True):
@@ -541,6 +542,28 @@ class PauseRow(Table, table=True):
     reason: str = _text()
     paused_by: str = _text()
     paused_at: int = _int()
+
+
+class RewindRow(Table, table=True):
+    """The ledger was set back: until it is cleared, what may have been sent in the lost time is
+    asked about before it is sent.
+    """
+
+    __tablename__: ClassVar[str] = "handrail_rewind"
+    __table_args__ = (
+        CheckConstraint("lost_from <= lost_until", name="handrail_rewind_lost"),
+        CheckConstraint(
+            "(cleared_at IS NULL) = (cleared_by IS NULL)", name="handrail_rewind_cleared"
+        ),
+    )
+
+    number: int = _int(key=True)
+    lost_from: int = _int()
+    lost_until: int = _int()
+    reason: str = _text()
+    marked_by: str = _text()
+    cleared_at: int | None = _int(null=True)
+    cleared_by: str | None = _text(null=True)
 
 
 class WorkflowRow(Table, table=True):

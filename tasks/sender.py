@@ -25,7 +25,7 @@ from handrail.agent.protocol import Go, Outcome
 from handrail.agent.stage import End, Refused, Reply, Succeeded
 from handrail.agent.tools import Tool
 from handrail.agent.workflow import Workflow
-from handrail.ledger.errors import DatabaseUnavailable
+from handrail.ledger.errors import DatabaseUnavailable, EffectForgotten, UnknownRun
 from handrail.ledger.ledger import Ledger, Ruled
 from handrail.ledger.session import ConnectionLost
 from handrail.tasks.calls import Called, ToolCall
@@ -73,10 +73,11 @@ class Sending:
         sent = self.go.effect
         try:
             now = self.ledger.effect(sent.id)
-        except (ConnectionLost, DatabaseUnavailable) as error:
+        except (ConnectionLost, DatabaseUnavailable, EffectForgotten) as error:
             log.warning("%s is not sent: the ledger was asked in vain (%s)", sent.id, error)
             return False
-        return now.token == sent.token and now.status is sent.status
+        as_sent = (sent.token, sent.dispatcher, sent.status)
+        return (now.token, now.dispatcher, now.status) == as_sent
 
     def context(self, limit_ms: int) -> ToolCall:
         """What the tool's function is told."""
@@ -116,7 +117,9 @@ class Sending:
         """Commit what is known of the attempt. `sent=False`: it never left."""
         effect = self.go.effect
         evidence_id = f"receipt:{secrets.token_hex(8)}"
-        out = Outcome(effect.id, effect.token, end, reply, bound, sent, evidence_id)
+        out = Outcome(
+            effect.id, effect.token, end, reply, bound, sent, evidence_id, effect.dispatcher
+        )
         digest = None
         if isinstance(reply, Succeeded | Refused):
             digest = observation_of(self.tool.contract, reply).digest
@@ -171,15 +174,23 @@ def tell_outcome(
     known_digest: str | None,
     phase: Callable[[RunState], Phase] | None = None,
 ) -> Ruled:
-    """Commit what a sender knows of its attempt, for the run that owns the effect by now."""
+    """Commit what a sender knows of its attempt, for the run that owns the effect by now.
+
+    Raises `UnknownRun` or `EffectForgotten` where the ledger was set back to before it.
+    """
     while True:
-        ruled = ledger.rule(
-            run_id,
-            lambda locked: protocol.outcome(locked, workflow, out),
-            effect_id=out.effect_id,
-            known_digest=known_digest,
-            phase=phase,
-        )
+        try:
+            ruled = ledger.rule(
+                run_id,
+                lambda locked: protocol.outcome(locked, workflow, out),
+                effect_id=out.effect_id,
+                known_digest=known_digest,
+                phase=phase,
+            )
+        except (UnknownRun, EffectForgotten):
+            # Nothing is left that it could be written to; the key leads to it in the service.
+            log.error("%s %s, which the ledger has forgotten", out.effect_id, out.end.value)
+            raise
         if ruled.ruling is not None:
             return ruled
         effect = ruled.locked.effect

@@ -59,7 +59,7 @@ from handrail.broker.message import StepMessage
 from handrail.canonical import Json, canonical, normal
 from handrail.errors import InvariantBroken, NotCanonical, ToolRefused
 from handrail.gateway.model import Folded, ModelRequest, OutputOverflow, fold, may_pass
-from handrail.ledger.errors import DatabaseUnavailable
+from handrail.ledger.errors import DatabaseUnavailable, EffectForgotten, UnknownRun
 from handrail.ledger.ledger import Claim, Plan, Ruled, StepEnd
 from handrail.ledger.lock import Refusal
 from handrail.ledger.session import ConnectionLost
@@ -111,6 +111,9 @@ async def run_step(runtime: Runtime, message: StepMessage) -> None:
     except (ConnectionLost, DatabaseUnavailable) as error:
         runtime.counts["step-failed"] += 1
         log.warning("a step of run %s was not committed (%s); it is recovered", claim.run_id, error)
+    except (UnknownRun, EffectForgotten) as error:  # the ledger was set back under it
+        runtime.counts["forgotten"] += 1
+        log.error("a step of run %s was in vain: %s", claim.run_id, error)
     finally:
         runtime.leave(handle)
 
@@ -674,9 +677,10 @@ class _Step:
         """Whether nothing of an intent can be there yet, and this run has not recorded it for the
         plan that it is at.
         """
-        if self.claim.effect_id == effect_id and self.claim.phase is Phase.WRITE:
-            return False
         found = self.ledger.find_effect(effect_id)
+        resumed = self.claim.effect_id == effect_id and self.claim.phase is Phase.WRITE
+        if resumed and found is not None and found.compensation is not None:
+            return False
         if found is None or found.status is EffectStatus.PLANNED:
             return True
         lacks = found.compensation is None or found.doubt is Doubt.NONE

@@ -109,7 +109,7 @@ def while_undoing(by: Effect | None, **given: Any) -> Locked:
 def said(seen: Locked, reply: Reply | None, **given: Any) -> Ruling:
     """What the word of a compensation's sender comes to."""
     fields: dict[str, Any] = {"end": End.RETURNED if reply else End.RAISED, "evidence_id": "r:2"}
-    out = Outcome("e2", **{"token": 1, **fields, "reply": reply} | given)
+    out = Outcome("e2", **{"token": 1, "dispatcher": "sweep:1", **fields, "reply": reply} | given)
     ruling = protocol.outcome(seen, WORKFLOW, out)
     assert ruling is not None
     return ruling
@@ -197,7 +197,8 @@ def test_what_was_kept_is_free_once_the_write_is_settled(
     reply: Reply | None, given: dict[str, Any], status: RunStatus
 ) -> None:
     in_flight = replace(written(E.DISPATCHED), dispatch_deadline_at=NOW + 1)
-    fields: dict[str, Any] = {"token": 1, "end": End.RETURNED, "reply": reply}
+    by = in_flight.dispatcher
+    fields: dict[str, Any] = {"token": 1, "end": End.RETURNED, "reply": reply, "dispatcher": by}
     out = Outcome("e1", **fields | given)
     ruling = protocol.outcome(locked(KEPT, effect=in_flight), WORKFLOW, out)
 
@@ -210,7 +211,8 @@ def test_what_was_kept_is_free_once_the_write_is_settled(
 def test_what_was_kept_stays_while_the_write_is_in_doubt(wish: bool) -> None:
     in_flight = replace(written(E.DISPATCHED), dispatch_deadline_at=NOW + 1)
     state = replace(KEPT, status=R.CANCELLING) if wish else KEPT
-    out = Outcome("e1", token=1, end=End.RAISED, reply=None)
+    by = in_flight.dispatcher
+    out = Outcome("e1", token=1, end=End.RAISED, reply=None, dispatcher=by)
     seen = locked(state, effect=in_flight, cancel_requested=wish)
     ruling = protocol.outcome(seen, WORKFLOW, out)
 
@@ -250,7 +252,9 @@ def test_a_proved_write_of_a_cancelled_run_is_undone_unless_others_rest_on_it(
         cancel_requested=True,
         other_holders=others,
     )
-    out = Outcome("e1", token=1, end=End.RETURNED, reply=RECEIPT, evidence_id="r:1")
+    assert seen.effect is not None
+    by = seen.effect.dispatcher
+    out = Outcome("e1", token=1, end=End.RETURNED, reply=RECEIPT, evidence_id="r:1", dispatcher=by)
     ruling = protocol.outcome(seen, WORKFLOW, out)
 
     assert ruling is not None and ruling.effect is not None and ruling.evidence is not None
@@ -510,7 +514,9 @@ def test_a_compensation_that_left_after_the_end_is_a_contradiction() -> None:
 def test_the_writes_own_sender_is_too_late_to_say_anything() -> None:
     seen = replace(while_undoing(undo()), effect=written(), undoing=None, current=False)
     for reply in (RECEIPT, Refused("no"), None):
-        out = Outcome("e1", token=1, end=End.RETURNED if reply else End.RAISED, reply=reply)
+        end = End.RETURNED if reply else End.RAISED
+        by = written().dispatcher
+        out = Outcome("e1", token=1, end=end, reply=reply, dispatcher=by)
         ruling = protocol.outcome(seen, WORKFLOW, out)
         assert moved(ruling) == (R.RECONCILING, None, None)
 

@@ -97,7 +97,10 @@ def refused(world: World, run: str, how: Resolution | str, **options: Any) -> st
 def says_late(world: World, run: str, intent_key: str, end: End, reply: Succeeded | None) -> None:
     """The sender of a run's write says what it knows, when the run has long been decided about."""
     effect, workflow = world.effect(intent_key), world.fleet.workflows["draft@1"]
-    said = protocol.Outcome(effect["id"], effect["token"], end, reply, evidence_id="late")
+    by = effect["dispatcher"]
+    said = protocol.Outcome(
+        effect["id"], effect["token"], end, reply, evidence_id="late", dispatcher=by
+    )
     world.ledger.rule(run, lambda seen: protocol.outcome(seen, workflow, said))
 
 

@@ -154,9 +154,14 @@ def schema(database: Database) -> dict[str, list[str]]:
         else "SELECT name, sql AS definition FROM sqlite_master WHERE sql IS NOT NULL"
     )
     return {
-        row["name"]: sorted(line.strip(" \t,") for line in row["definition"].splitlines())
+        row["name"]: sorted(line.strip(" \t,") for line in _lines(row["definition"]))
         for row in database.run(sql, {})
     }
+
+
+def _lines(definition: str) -> list[str]:
+    """A definition's lines; what SQLite has added later stands beside the column before it."""
+    return re.sub(r"(\n\t\w+ [A-Z]+), (?=\w)", r"\1,\n\t", definition).splitlines()
 
 
 # Up and down

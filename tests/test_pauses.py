@@ -403,7 +403,7 @@ def test_that_statement_counts_by_an_index_and_no_further_than_it_matters(world:
         world.control.run("ANALYZE handrail_effect", {})
     plan = str(world.control.run(how + statements.PAUSED, asked))
 
-    assert found == {"paused": None, "doubtful": 10, "open": 0}
+    assert found == {"paused": None, "doubtful": 10, "open": 0, "rewind": None}
     assert "handrail_effect_doubtful" in plan
     assert world.postgres or "SCAN handrail_effect" not in plan
     assert world.postgres or "handrail_handoff_subject" in plan

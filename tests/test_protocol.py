@@ -201,7 +201,7 @@ def dispatched(seen: Locked, command: InvokeTool = COMMAND, **given: Any) -> tup
 def told(seen: Locked, reply: Reply | None, **given: Any) -> Ruling:
     """What the sender's word comes to."""
     fields: dict[str, Any] = {"end": End.RETURNED if reply else End.RAISED, "evidence_id": "r:1"}
-    out = Outcome("e1", **{"token": 1, **fields, "reply": reply} | given)
+    out = Outcome("e1", **{"token": 1, "dispatcher": "c1", **fields, "reply": reply} | given)
     ruling = protocol.outcome(seen, WORKFLOW, out)
     assert ruling is not None
     return ruling
@@ -801,7 +801,7 @@ def test_a_receipt_outlives_a_fault_in_the_workflows_own_code() -> None:
     contract = replace(SAVE.contract, public=broken)
     loop = AgentLoop(name="loop", actions=(Tool(contract, _never, _never),), verify=_never)
     faulty = Workflow(name="draft", stages=[loop])
-    out = Outcome("e1", 1, End.RETURNED, RECEIPT, evidence_id="r:1")
+    out = Outcome("e1", 1, End.RETURNED, RECEIPT, evidence_id="r:1", dispatcher="c1")
     ruling = protocol.outcome(in_flight(), faulty, out)
 
     assert ruling is not None and ruling.effect is not None
@@ -1210,7 +1210,7 @@ def _decisions(seen: Locked, fence: int) -> dict[str, Callable[[], Ruling | None
 
     def said(reply: Reply | None, sent: bool = True) -> Ruling | None:
         end = End.RETURNED if reply or not sent else End.TIMED_OUT
-        out = Outcome("e1", fence, end, reply, sent=sent, evidence_id="r:1")
+        out = Outcome("e1", fence, end, reply, sent=sent, evidence_id="r:1", dispatcher="c1")
         return protocol.outcome(seen, WORKFLOW, out)
 
     decisions: dict[str, Callable[[], Ruling | None]] = {

@@ -602,7 +602,8 @@ def test_an_answer_about_an_older_moment_changes_nothing(world: World) -> None:
     run = doubtful(world)
     workflow = world.fleet.workflows["draft@1"]
     found = world.effect("save:1")
-    out = Outcome(found["id"], 1, End.RETURNED, Succeeded("done", "done"), evidence_id="receipt:1")
+    by, receipt = found["dispatcher"], Succeeded("done", "done")
+    out = Outcome(found["id"], 1, End.RETURNED, receipt, evidence_id="receipt:1", dispatcher=by)
 
     def late_receipt(arguments: Any, call: Any) -> Json:
         world.ledger.rule(

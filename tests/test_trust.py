@@ -151,6 +151,11 @@ FLEET_ACTS: Final[Mapping[str, Callable[[Fleet, Principal, Matters, str], object
     "pause": lambda f, who, m, t: f.pause("tenant", m.tenant, reason="x", by=who),
     "resume": lambda f, who, m, t: f.resume("tenant", m.tenant, reason="x", by=who),
 }
+#: What is about the whole fleet, and done by nobody who has to do with some tenants alone.
+WHOLE_ACTS: Final[Mapping[str, Callable[[Fleet, Principal, Matters, str], object]]] = {
+    "ledger_rewound": lambda f, who, m, t: f.ledger_rewound(reason="x", by=who),
+    "ledger_cleared": lambda f, who, m, t: f.ledger_cleared(reason="x", by=who),
+}
 #: What lists, each with how its entries say whose they are.
 LISTS: Final[Mapping[str, Callable[[Fleet, Principal, Mapping[str, Any]], list[str]]]] = {
     "approvals": lambda f, who, o: [a.tenant for a in f.desk.approvals(by=who, **o)],
@@ -173,7 +178,7 @@ def takes_a_person(owner: type) -> set[str]:
 
 def test_the_matrix_has_every_function_by_which_a_person_does_something() -> None:
     assert takes_a_person(Desk) == {*ACTS, *LISTS} | BESIDE | NAMES
-    assert takes_a_person(Fleet) == {*FLEET_ACTS}
+    assert takes_a_person(Fleet) == {*FLEET_ACTS, *WHOLE_ACTS}
 
 
 # ---- two tenants ---------------------------------------------------------------------------------
@@ -189,7 +194,7 @@ def test_nobody_does_anything_to_what_is_another_tenants(world: World, owner: st
     declare(world)
     acts = ACTS if owner == "desk" else FLEET_ACTS
     theirs = matters(world, "a")
-    for act in acts.values():
+    for act in (*acts.values(), *WHOLE_ACTS.values()):
         token = world.fleet.desk.issue_token(theirs.approval, by=ANN)
         does_nothing(world, act, world.fleet, EVE, theirs, token)
     for name, act in acts.items():
@@ -301,6 +306,8 @@ BY_ACT: Final[Mapping[Act, Callable[[Fleet, Principal, Matters, str], object]]] 
     Act.RESUME: FLEET_ACTS["resume"],
     Act.ADMIT: lambda f, who, m, t: f.desk.admit("new", ["viewer"], by=who),
     Act.DISMISS: lambda f, who, m, t: f.desk.dismiss("known", by=who),
+    Act.REWOUND: WHOLE_ACTS["ledger_rewound"],
+    Act.CLEARED: WHOLE_ACTS["ledger_cleared"],
 }
 
 
@@ -323,6 +330,8 @@ def test_an_act_is_done_by_those_roles_that_may_and_no_others(small: World, act:
         token = small.fleet.desk.issue_token(there.approval, by=APPROVER)
         small.fleet.desk.admit("known", ["viewer"], by=ADMIN)
         small.fleet.pause("tenant", "a" if act is Act.RESUME else "b", reason="x", by=OPERATOR)
+        if act is Act.CLEARED:
+            small.fleet.ledger_rewound(reason="x", by=OPERATOR)
         who = Principal(f"the-{role}", roles=frozenset({role}))
         BY_ACT[act](small.fleet, who, there, token)
         if act is not Act.LOOK:

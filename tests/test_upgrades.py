@@ -25,15 +25,15 @@ from handrail.testing.services import EmbeddedPostgres
 from tests.live import complete, deployed, look, save
 from tests.world import KINDS
 
-LATER: Final = "0003"
+LATER: Final = "9000"
 _REVISION: Final = '''
 """What a later release might add."""
 
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0003"
-down_revision = "0002"
+revision = "9000"
+down_revision = "{head}"
 branch_labels = None
 depends_on = None
 
@@ -77,7 +77,9 @@ def later_revision(place: Path, *, oldest: str = HEAD) -> Path:
     """A folder with the revision of a later release, additive all over."""
     folder = place / f"later_{oldest}"
     folder.mkdir()
-    (folder / "0003_later.py").write_text(_REVISION.format(tables=_WIDENED, oldest=oldest))
+    (folder / "9000_later.py").write_text(
+        _REVISION.format(head=HEAD, tables=_WIDENED, oldest=oldest)
+    )
     return folder
 
 

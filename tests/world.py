@@ -97,6 +97,7 @@ _TABLES: Final = (
     "handrail_heartbeat",
     "handrail_workflow",
     "handrail_pause",
+    "handrail_rewind",
     "handrail_run",
 )
 

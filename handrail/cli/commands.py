@@ -27,7 +27,7 @@ from handrail.agent.review import rounds as rounds_of
 from handrail.agent.status import RunStatus
 from handrail.agent.tools import Principal
 from handrail.canonical import Json, parse_json
-from handrail.cli import approvals, audit, handoffs
+from handrail.cli import approvals, audit, handoffs, ledger
 from handrail.cli import doctor as doctor_
 from handrail.cli import reconcile as sweeps
 from handrail.cli.errors import FAILED, report
@@ -541,6 +541,7 @@ app.command("reject")(approvals.reject)
 app.command("answer")(approvals.answer)
 app.add_typer(audit.audit, name="audit")
 app.add_typer(audit.principals, name="principals")
+app.add_typer(ledger.ledger, name="ledger")
 
 
 # ---- pauses --------------------------------------------------------------------------------------

@@ -64,6 +64,7 @@ def examine(fleet: Fleet) -> tuple[list[Finding], dict[str, Any] | None]:
         findings += _doubt(figures)
         findings += _people(fleet, figures)
         findings += _pauses(figures)
+        findings += _rewinds(fleet)
     return findings, figures
 
 
@@ -328,6 +329,19 @@ def _pauses(figures: dict[str, Any]) -> Iterator[Finding]:
                 "paused",
                 f"{what} is paused by {pause['paused_by']}: {pause['reason']}",
                 f"When it may go on: handrail resume{option}",
+            )
+
+
+def _rewinds(fleet: Fleet) -> Iterator[Finding]:
+    for one in fleet.ledger.rewinds.listed():
+        if one.is_open:
+            yield Finding(
+                "ledger",
+                WARNING,
+                "ledger-rewound",
+                f"it was set back (rewind {one.rewind.number}: {one.reason}): what may have been"
+                " sent in the lost time is asked about before it is sent",
+                "See what is settled, and when it may be cleared: 'handrail ledger status'.",
             )
 
 
