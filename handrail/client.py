@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,7 +22,15 @@ from handrail.broker.publish import IN_PASSING_S, Courier, Publisher
 from handrail.canonical import Json, canonical, dumps, escaped, plain
 from handrail.hosts import Host, Transaction, of_session
 from handrail.inputs import by_description
-from handrail.ledger.accept import Entry, Inserted, NewRow, accept, current_entry, qualified
+from handrail.ledger.accept import (
+    Entry,
+    Inserted,
+    NewRow,
+    accept,
+    accepted_by_key,
+    current_entry,
+    qualified,
+)
 from handrail.ledger.errors import NotMigrated, UnknownRun
 from handrail.ledger.schema import HEAD, lacks_the_table
 from handrail.ledger.session import Session, again
@@ -167,6 +175,9 @@ class Client:
         if transaction is None:
             return self._accept_here(self._row(workflow, self._own, asked, budget, limits))
         if transaction.elsewhere:
+            if dedupe_key is not None and run_id is None:
+                key = (asked.tenant, asked.mode, dedupe_key)
+                asked = replace(asked, run_id=accepted_by_key(self._own, *key))
             row = self._row(workflow, self._own, asked, budget, limits)
             transaction.on_commit(functools.partial(self._accept_here, row))
             return row.run_id

@@ -79,7 +79,7 @@ from handrail.errors import (
 from handrail.gateway.model import ModelGateway, Planner
 from handrail.hosts import Host, Transaction, of_session
 from handrail.inputs import by_model, described
-from handrail.ledger.accept import Inserted, accept
+from handrail.ledger.accept import Inserted, accept, accepted_by_key
 from handrail.ledger.catalog import Announcement, Listed, seen_every_s
 from handrail.ledger.errors import UnknownRun
 from handrail.ledger.ledger import MOST_COUNTED, DueStep, Ledger, NewRun, Ruled, row_of
@@ -338,6 +338,10 @@ class Fleet:
         if transaction is None:
             return self._accept_here(new)
         if transaction.elsewhere:
+            if dedupe_key is not None and run_id is None:
+                key = (new.tenant, new.state.mode.value, dedupe_key)
+                settled = accepted_by_key(self.ledger.database, *key)
+                new = replace(new, run_id=settled, state=replace(new.state, run_id=settled))
             transaction.on_commit(functools.partial(self._accept_here, new))
             return new.run_id
         inserted = accept(

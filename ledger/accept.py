@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
 
+from handrail.canonical import digest, escaped, plain
 from handrail.ledger.errors import RunExists
 from handrail.ledger.session import PG_NOW, Session
 
@@ -196,6 +197,21 @@ def _times(now: str) -> tuple[str, ...]:
     return (now, now, f"{now} + {REPUBLISH_MS}", f"{now} + :working_ms", f"{now} + :expires_ms")
 
 
+def id_by_key(tenant: str, mode: str, dedupe_key: str) -> str:
+    """The id of a run that is accepted later, so that each click knows the same one before."""
+    return digest("run", tenant, mode, dedupe_key)[:32]
+
+
+def accepted_by_key(tx: Session, tenant: str, mode: str, dedupe_key: str) -> str:
+    """The id of the run that has a dedupe key, or is going to have it (`id_by_key`)."""
+    known = tx.run(
+        "SELECT id FROM handrail_run WHERE tenant = :tenant AND mode = :mode"
+        " AND dedupe_key = :dedupe_key",
+        {"tenant": tenant, "mode": mode, "dedupe_key": escaped(dedupe_key)},
+    )
+    return str(known[0]["id"]) if known else id_by_key(tenant, mode, dedupe_key)
+
+
 _SAME: Final = ("id", "tenant", "principal", "workflow", "goal", "input", "mode")
 
 
@@ -209,9 +225,11 @@ def _existing(tx: Session, new: NewRow, schema: str) -> Inserted:
         {name: new.columns[name] for name in ("id", "tenant", "mode", "dedupe_key")},
     )
     asked = {name: new.columns[name] for name in _SAME}
+    tenant, mode, key = (new.columns[name] for name in ("tenant", "mode", "dedupe_key"))
+    by_key = key is not None and new.run_id == id_by_key(tenant, mode, plain(key))
     for row in rows:
-        # Of another id: a double click is one run. Of the same: this is asked a second time.
-        if row["id"] != new.run_id or row == asked:
+        # Of another id, or by its key: a double click is one run. Of the same: asked once more.
+        if by_key or row["id"] != new.run_id or row == asked:
             return Inserted(row["id"], False, None)
     raise RunExists(new.run_id)
 
@@ -222,6 +240,7 @@ __all__ = [
     "Inserted",
     "NewRow",
     "accept",
+    "accepted_by_key",
     "current_entry",
     "qualified",
     "snapshot",

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -348,6 +349,30 @@ def test_a_ledger_elsewhere_waits_for_the_commit(pg: str, tmp_path: Path) -> Non
             handrail.enqueue("cuont", **GIVEN)
     gone, kept = site.ask("savepoint")[1].split()
     assert (site.has(gone), site.has(kept)) == (False, True)
+    closed(site)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_double_click_is_one_run_of_one_id_with_the_ledger_elsewhere(
+    pg: str, tmp_path: Path, early: bool
+) -> None:
+    """Neither click's run is there when the other is answered; or it was accepted long ago."""
+    site = make_site(tmp_path, f"sqlite:///{tmp_path}/mine.db", pg, HANDRAIL_DATABASE_URL=pg)
+    key = f"refund:{uuid.uuid4().hex}\u00e9"
+    asked = {**GIVEN, "dedupe_key": key}
+    first = site.fleet.enqueue("count", **asked) if early else None
+    with site.app.app_context():
+        clicks = [handrail.enqueue("count", **asked) for _ in range(2)]
+        clicks.append(handrail.enqueue("count", **{**asked, "goal": "count once more"}))
+        clicks.append(site.fleet.enqueue("count", **asked))
+        assert len({*clicks, *([first] if first else [])}) == 1
+        assert site.has(clicks[0]) is early
+        site.db.session.commit()
+        shadow = handrail.enqueue("count", **asked, mode="shadow")
+        site.db.session.commit()
+    [run] = [one for one in site.fleet.runs() if one.mode == "live"]
+    assert (run.run_id, run.goal) == (clicks[0], GIVEN["goal"])
+    assert shadow != run.run_id and site.has(shadow)
     closed(site)
 
 
