@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from datetime import date
 from pathlib import Path
@@ -527,3 +527,50 @@ def test_a_run_gets_the_newest_version_that_a_live_worker_has(fleet: Fleet, clie
     assert given() == "1"  # the deployment was taken back
     at("1", announced=1, seen=600_000)
     assert given() == "2"  # no worker is there at all
+
+
+# ---- a host whose transaction is in another database ---------------------------------------------
+
+
+class Elsewhere:
+    """A host's transaction that is not the ledger's; it is its own host."""
+
+    postgres, elsewhere = False, True
+
+    def __init__(self) -> None:
+        self.waiting: list[Callable[[], object]] = []
+
+    def transaction(self) -> Elsewhere:
+        return self
+
+    def run(self, sql: str, params: Mapping[str, Any]) -> list[dict[str, Any]]:
+        raise AssertionError("there are no tables of ours here")
+
+    def on_commit(self, act: Callable[[], object]) -> None:
+        self.waiting.append(act)
+
+    def commit(self) -> None:
+        while self.waiting:
+            self.waiting.pop(0)()
+
+
+def test_a_fleet_and_a_client_beside_another_database_agree_on_the_run_of_a_key(
+    tmp_path: Path,
+) -> None:
+    host, url = Elsewhere(), f"sqlite:///{tmp_path}/ledger.db"
+    fleet = Fleet(database_url=url, host=host)
+    fleet.upgrade_database()
+    look = fleet.tool("look", side_effect="read")(lambda arguments, call: None)
+    fleet.workflow(Workflow(name="look", stages=[Read("found", look, lambda run: {})]))
+    fleet.announce()
+    client = Client(database_url=url, host=host)
+    by_fleet = fleet.enqueue("look", goal="look", dedupe_key="k")
+    by_client = client.enqueue("look", goal="look again", dedupe_key="k")
+    assert by_fleet == by_client != client.enqueue("look", goal="look", dedupe_key="l")
+    with pytest.raises(UnknownRun):
+        fleet.get(by_fleet)
+    host.commit()
+    assert [fleet.get(by_fleet).goal, len(fleet.runs())] == ["look", 2]
+    mine = client.enqueue("look", goal="look", dedupe_key="m", run_id="mine")
+    host.commit()
+    assert mine == "mine" == client.enqueue("look", goal="look", dedupe_key="m")

@@ -364,7 +364,6 @@ def test_a_double_click_is_one_run_of_one_id_with_the_ledger_elsewhere(
     with site.app.app_context():
         clicks = [handrail.enqueue("count", **asked) for _ in range(2)]
         clicks.append(handrail.enqueue("count", **{**asked, "goal": "count once more"}))
-        clicks.append(site.fleet.enqueue("count", **asked))
         assert len({*clicks, *([first] if first else [])}) == 1
         assert site.has(clicks[0]) is early
         site.db.session.commit()
