@@ -63,6 +63,9 @@ HOST_TASK: Final[dict[str, Any]] = {
     "serializer": "json",
     "store_errors_even_if_ignored": False,
 }
+#: RabbitMQ goes on giving messages to a consumer that stands still, until it has said nothing for
+#: twice as long; then others get them. Celery's own would be two minutes.
+HEARTBEAT_S: Final = 10.0
 SOCKET_TIMEOUT_S: Final = 2.0  # above the consumer's blocking pop of 1 s, which it must not break
 
 
@@ -189,7 +192,10 @@ def _transport_settings(scheme: str, url: str, key_prefix: str) -> dict[str, Any
             settings["broker_use_ssl"] = {"ssl_cert_reqs": ssl.CERT_REQUIRED}
         return settings
     if scheme in AMQP:
-        return {"broker_transport_options": {"confirm_publish": True}}
+        return {
+            "broker_transport_options": {"confirm_publish": True},
+            "broker_heartbeat": HEARTBEAT_S,
+        }
     return {}
 
 

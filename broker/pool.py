@@ -152,11 +152,11 @@ class LoopPool(BasePool):
         return self._room()
 
     def offer(self, task: LoopTask, payload: Payload, message: Any) -> None:
-        """Start a task now, or keep its message unacknowledged until there is room."""
-        if self._room() > 0:
-            self._begin(task, payload, message)
-        else:
-            self._pending.append((task, payload, message))
+        """Start a task now, or keep its message unacknowledged until there is room; those that have
+        waited begin first.
+        """
+        self._pending.append((task, payload, message))
+        self._admit()
 
     def flush(self) -> None:
         """The broker's connection is lost: what was not acknowledged will be delivered again."""

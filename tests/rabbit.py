@@ -43,6 +43,7 @@ class Rabbit:
             "RABBITMQ_CONFIG_FILE": str(place / "none"),
         }
         self._process: subprocess.Popen[bytes] | None = None
+        self._hosts = 0
 
     def start(self) -> None:
         """Start it, and wait until it takes connections."""
@@ -54,6 +55,27 @@ class Rabbit:
         while not self._answers():
             assert time.monotonic() < limit, (self.place / "out.log").read_text()[-2000:]
             time.sleep(0.1)
+
+    def host(self) -> str:
+        """Make a virtual host, whose queues nobody else has; returns its URL."""
+        self._hosts += 1
+        name = f"host{self._hosts}"
+        made = (
+            f'rabbit_vhost:add(<<"{name}">>, <<"tests">>), rabbit_auth_backend_internal:'
+            f'set_permissions(<<"guest">>, <<"{name}">>, <<".*">>, <<".*">>, <<".*">>, <<"x">>).'
+        )
+        self.control("eval", made)
+        return f"{self.url.removesuffix('/')}{name}"
+
+    def control(self, *command: str) -> str:
+        """Ask the node something, as an operator does."""
+        return subprocess.run(
+            [PROGRAM.with_name("rabbitmqctl"), "-q", *command],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
 
     def kill(self) -> None:
         """End it at once, as a power cut does."""

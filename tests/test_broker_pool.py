@@ -147,6 +147,40 @@ def test_what_a_pushing_broker_sends_too_much_waits_unacknowledged() -> None:
         gate.open_all()
 
 
+def test_what_waits_for_room_is_not_forgotten_when_more_comes_while_there_is_some() -> None:
+    """One has begun, which is too few to wake the consumer: what comes now goes behind the others,
+    and all of them begin in time.
+    """
+    go_on, begun, order = threading.Semaphore(0), SimpleQueue[None](), list[object]()
+
+    async def compute(payload: Payload) -> None:
+        order.append(payload["n"])
+        begun.put(None)
+        go_on.acquire(timeout=SECONDS)
+
+    with started(limit=100) as (pool, consumer):
+        work, numbers = Work(compute), iter(range(100))
+
+        def offer() -> Message:
+            message = Message()
+            pool.offer(work, {"n": next(numbers)}, message)
+            return message
+
+        offer()
+        begun.get(timeout=SECONDS)
+        ahead = [offer() for _ in range(pool_module.AHEAD)]
+        waiting = [offer() for _ in range(3)]
+        assert all(message.acknowledged for message in ahead)
+        assert not any(message.acknowledged for message in waiting)
+        go_on.release()
+        begun.get(timeout=SECONDS)
+        late = offer()
+        assert (waiting[0].acknowledged, late.acknowledged) == (True, False)
+        go_on.release(100)
+        consumer.run_until(lambda: late.acknowledged)
+    assert order == [*range(13)]
+
+
 def test_a_lost_connection_forgets_what_was_not_acknowledged() -> None:
     """The broker delivers it again, to anybody: starting it here as well would be a duplicate."""
     gate, waiting = Gate(), Message()

@@ -1,7 +1,7 @@
 """A fleet of real processes: what is promised holds while workers, broker and database fail.
 
-Real workers and a real beat, on real Valkey, PostgreSQL and SQLite. What happened outside is told
-by the world's own record (tests/live_fleet.py). Every second worker's wall clock is wrong.
+Real workers and a real beat, on real Valkey, RabbitMQ, PostgreSQL and SQLite. What happened outside
+is told by the world's own record (tests/live_fleet.py). Every second worker's wall clock is wrong.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 import psycopg
@@ -34,6 +33,7 @@ from tests.live import (
     look,
     save,
 )
+from tests.rabbit import Rabbit
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(150)]
 
@@ -41,12 +41,19 @@ pytestmark = [pytest.mark.live, pytest.mark.timeout(150)]
 AWAY_S: Final = 3.0
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=["redis", "rabbitmq"])
 def deployment(
-    tmp_path_factory: pytest.TempPathFactory, valkey_url: str, postgres: EmbeddedPostgres
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    valkey_url: str,
+    postgres: EmbeddedPostgres,
 ) -> Iterator[Deployment]:
+    """A deployment on each broker. Beside RabbitMQ, Redis has locks and signals alone."""
     url = postgres.create_database(f"live_{uuid.uuid4().hex[:8]}")
-    with deployed(tmp_path_factory.mktemp("fleet"), url, valkey_url) as made:
+    broker, options = valkey_url, {}
+    if request.param == "rabbitmq":
+        broker, options = request.getfixturevalue("rabbit").host(), {"redis_url": valkey_url}
+    with deployed(tmp_path_factory.mktemp("fleet"), url, broker, settings=options) as made:
         yield made
 
 
@@ -408,35 +415,43 @@ class Crash:
 
 @pytest.fixture(scope="module")
 def crashes(
-    tmp_path_factory: pytest.TempPathFactory, valkey_url: str, postgres: EmbeddedPostgres
+    tmp_path_factory: pytest.TempPathFactory,
+    valkey_url: str,
+    rabbit: Rabbit,
+    postgres: EmbeddedPostgres,
 ) -> Iterator[dict[str, Crash]]:
-    """A crash on each database, side by side: most of it is waiting for leases to run out."""
+    """A crash on each database and broker, side by side: most of it is waiting for leases to run
+    out.
+    """
     with ExitStack() as stack:
 
-        def deploy(url: str, directory: Path, ahead_s: float) -> Crash:
-            made = deployed(directory, url, valkey_url, ahead_s=ahead_s)
+        def deploy(name: str, url: str = "", *, broker: str = valkey_url, **how: Any) -> Crash:
+            directory = tmp_path_factory.mktemp(f"crash-{name}")
+            url = url or postgres.create_database(f"live_{uuid.uuid4().hex[:8]}")
+            made = deployed(directory, url, broker, **how)
             return Crash(stack.enter_context(made).staff(2))
 
-        file = tmp_path_factory.mktemp("crash-sqlite")
-        url = postgres.create_database(f"live_{uuid.uuid4().hex[:8]}")
-        both = {
-            "postgresql": deploy(url, tmp_path_factory.mktemp("crash-postgresql"), 3600),
+        file = tmp_path_factory.mktemp("crash-file") / "ledger.db"
+        locks = {"redis_url": valkey_url}
+        all_of_them = {
+            "postgresql": deploy("postgresql"),
             # The machine's wall clock is the ledger's: it cannot be wrong.
-            "sqlite": deploy(f"sqlite:///{file}/ledger.db", file, 0),
+            "sqlite": deploy("sqlite", f"sqlite:///{file}", ahead_s=0),
+            "rabbitmq": deploy("rabbitmq", broker=rabbit.host(), settings=locks),
         }
-        for crash in both.values():
+        for crash in all_of_them.values():
             crash.hold(*(name for name in ERRANDS if name not in WRITES))
-        for crash in both.values():
+        for crash in all_of_them.values():
             crash.hold(*WRITES)
             crash.happen()
-        for crash in both.values():
+        for crash in all_of_them.values():
             crash.fleet.staff(2)
-        for crash in both.values():
+        for crash in all_of_them.values():
             crash.recover()
-        yield both
+        yield all_of_them
 
 
-@pytest.fixture(params=["postgresql", "sqlite"])
+@pytest.fixture(params=["postgresql", "sqlite", "rabbitmq"])
 def crash(request: pytest.FixtureRequest, crashes: dict[str, Crash]) -> Crash:
     return crashes[request.param]
 
