@@ -129,9 +129,14 @@ def _free_port() -> int:
         return port
 
 
+def is_there() -> bool:
+    """Whether this machine has RabbitMQ."""
+    return PROGRAM.exists() and shutil.which("epmd") is not None
+
+
 def must_be_there() -> None:
     """Skip where there is no RabbitMQ, and fail where it was promised (as .ci/run does)."""
-    if PROGRAM.exists() and shutil.which("epmd"):
+    if is_there():
         return
     if os.environ.get("HANDRAIL_TEST_RABBITMQ") == "required":
         pytest.fail(MISSING)
