@@ -200,8 +200,9 @@ class Client:
         not his.
         """
         transaction = self._transaction(session)
-        way = self._own
-        if transaction is not None and not transaction.elsewhere:
+        if transaction is None or transaction.elsewhere:
+            way = self._own
+        else:
             way = _Way(transaction, transaction.postgres, self.settings.database_schema)
         known = isinstance(run_id, str) and RUN_ID.fullmatch(run_id)
         rows = way.run(_LOOK, {"id": run_id}) if known else []

@@ -31,6 +31,7 @@ from celery.signals import worker_init, worker_process_shutdown, worker_ready, w
 from kombu.utils.url import maybe_sanitize_url
 from pydantic import BaseModel
 
+from handrail import tracing
 from handrail.agent import machine, protocol
 from handrail.agent.budget import Budget, BudgetLeft, CallLimits, Phase
 from handrail.agent.effects import Answer, Effect, EffectStatus, Rewind
@@ -313,6 +314,7 @@ class Fleet:
         code. A broker that is down is no error: the run is accepted, and the sweep publishes it.
         With a `dedupe_key` (unique within the tenant) a double click is one run. With
         `mode="shadow"` the run does everything but dispatch: its trace shows what it would write.
+        Without a `traceparent` the run belongs to the trace that is current here, if any.
 
         With a SQLAlchemy `session` on the ledger's database, or in a fleet that has a `host`, the
         run is a row of the transaction that is open there: a rollback leaves nothing, and its step
@@ -433,7 +435,7 @@ class Fleet:
             tenant=self.settings.tenant if tenant is None else tenant,
             dedupe_key=dedupe_key,
             run_id=run_id,
-            traceparent=traceparent,
+            traceparent=tracing.current() if traceparent is None else traceparent,
             mode=mode,
         )
         text = asked.input

@@ -17,13 +17,22 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final
+from urllib.parse import urlsplit
 
 from celery import Celery
-from celery.signals import worker_init, worker_process_shutdown, worker_ready, worker_shutdown
+from celery.signals import (
+    beat_init,
+    celeryd_init,
+    import_modules,
+    worker_init,
+    worker_process_shutdown,
+    worker_ready,
+    worker_shutdown,
+)
 
 from handrail.broker.app import HOST_TASK, register_step, sweep_entry
 from handrail.broker.message import RECONCILE_QUEUE, STEP_TASK, STEPS_QUEUE, SWEEP_TASK, StepMessage
-from handrail.broker.queues import queue
+from handrail.broker.queues import AMQP, queue
 from handrail.broker.verify import UnsafeConfiguration, UnsafeSetting, verify_guest
 from handrail.errors import BadInput, HandrailError
 from handrail.settings import Settings
@@ -36,6 +45,7 @@ log = logging.getLogger("handrail")
 OURS: Final = frozenset({STEPS_QUEUE, RECONCILE_QUEUE})
 #: Under which name an app holds what was installed in it.
 _HELD: Final = "_handrail_installed"
+_SWEEP: Final = "handrail-sweep"
 
 
 @dataclass(eq=False)
@@ -77,6 +87,9 @@ def install(
         installed.finalize(app)
     else:
         app.on_after_finalize.connect(lambda sender, **_: installed.finalize(sender), weak=False)
+    import_modules.connect(installed.process_begins, weak=False)
+    celeryd_init.connect(installed.worker_is_made, weak=False)
+    beat_init.connect(installed.beat_begins, weak=False)
     worker_init.connect(installed.worker_begins, weak=False)
     worker_ready.connect(installed.worker_is_ready, weak=False)
     worker_shutdown.connect(installed.process_ends, weak=False)
@@ -95,6 +108,7 @@ class _Installed:
         self._fleet: Fleet | None = None
         self._at_work: int | None = None  # the process that has begun to work
         self._consumes = False
+        self._uses_queues = False
 
     @property
     def fleet(self) -> Fleet:
@@ -122,20 +136,24 @@ class _Installed:
 
     # ---- the app ---------------------------------------------------------------------------------
 
-    def configure(self, app: Celery) -> None:
-        """Add our routes, and our entry in the schedule, to those that are there."""
+    def configure(self, app: Celery) -> bool:
+        """Add our routes, and our entry in the schedule, to those that are there; returns whether
+        any of it was missing.
+        """
         ours: dict[str, Any] = {
             STEP_TASK: {"queue": STEPS_QUEUE},
             "handrail.reconcile.*": {"queue": RECONCILE_QUEUE},
         }
         theirs = app.conf.task_routes
         listed = theirs if isinstance(theirs, list | tuple) else [theirs] if theirs else []
+        entries = app.conf.beat_schedule or {}
+        missing = ours not in listed or _SWEEP not in entries
         if ours not in listed:
             app.conf.task_routes = [ours, *listed]
         named = self.named
         known = self._settings() if named is None or isinstance(named, str) else named.settings
-        entry = {"handrail-sweep": sweep_entry(known.sweep_every_s)}
-        app.conf.beat_schedule = {**(app.conf.beat_schedule or {}), **entry}
+        app.conf.beat_schedule = {**entries, _SWEEP: sweep_entry(known.sweep_every_s)}
+        return missing
 
     def finalize(self, app: Celery) -> None:
         """Add our tasks, and our queues to those that a worker without -Q consumes."""
@@ -144,9 +162,29 @@ class _Installed:
             name=SWEEP_TASK, shared=False, ignore_result=True, max_retries=0, **HOST_TASK
         )
         declare(self._sweep_task())
-        queues: Any = app.amqp.queues
-        for name in sorted(OURS):
-            queues.select_add(queue(name, self._url()))
+        amqp: Any = app.amqp
+        if "queues" in vars(amqp):
+            self._add_queues(amqp.queues)
+            return
+        make = amqp.Queues
+
+        def with_ours(*given: Any, **options: Any) -> Any:
+            return self._add_queues(make(*given, **options))
+
+        amqp.Queues = with_ours  # asked when they are first needed: `task_queues` may yet be set
+
+    def _add_queues(self, queues: Any) -> Any:
+        """Add ours, on RabbitMQ only where they are used: Celery sends an app's delayed tasks in
+        another way, and fixes its workers' prefetch counts, wherever it knows of a quorum queue.
+        """
+        if self._uses_queues or urlsplit(self._url()).scheme not in AMQP:
+            for name in sorted(OURS):
+                queues.select_add(queue(name, self._url()))
+        return queues
+
+    def _use_queues(self) -> None:
+        self._uses_queues = True
+        self._add_queues(self._app.amqp.queues)
 
     def _sweep_task(self) -> Callable[[], None]:
         def sweep() -> None:  # no method: Celery counts its `self` among a message's arguments
@@ -159,7 +197,32 @@ class _Installed:
         self._begin()
         await self.fleet.handle_step(message)
 
-    # ---- its workers -----------------------------------------------------------------------------
+    # ---- its workers, and its beat ---------------------------------------------------------------
+
+    def process_begins(self, sender: Any, **_: object) -> None:
+        """Add our part again where settings that came later have replaced it: a beat without our
+        entry would leave lost steps and doubts alone.
+        """
+        if sender is self._app and self.configure(self._app):
+            conf = self._app.conf
+            conf.update(task_routes=conf.task_routes)  # this has them read anew; assigning does not
+            log.warning(
+                "[settings-replaced] task_routes or beat_schedule was assigned after"
+                " handrail.install had added to it; our part is there again. Assign them before,"
+                " or add to them: app.conf.beat_schedule.update(...)"
+            )
+
+    def worker_is_made(self, instance: Any, options: Any, **_: object) -> None:
+        """Declare our queues in a worker that may consume them, before it selects its own."""
+        named = options.get("queues")
+        chosen = named.split(",") if isinstance(named, str) else named
+        if instance.app is self._app and (not chosen or OURS & set(chosen)):
+            self._use_queues()
+
+    def beat_begins(self, sender: Any, **_: object) -> None:
+        """Declare our queues where the sweep's messages are published."""
+        if sender.app is self._app:
+            self._use_queues()
 
     def worker_begins(self, sender: Any, **_: object) -> None:
         """Refuse to start a worker that would consume our queues with unsafe settings."""

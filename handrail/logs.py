@@ -24,16 +24,26 @@ IDS: Final = (
     *("run_id", "step", "epoch", "workflow", "tool", "effect_id"),
     *("trace_id", "span_id"),
 )
-#: What an event of ours adds.
-FIGURES: Final = ("event", "status", "reason", "end", "ms")
+#: What an event of ours adds. A record of another logger is not believed to mean the same by them.
+FIGURES: Final = (
+    *("event", "status", "was", "reason", "ms"),
+    *("attempt", "doubt", "trigger", "answer", "matter_id"),
+    *("looked_at", "counts"),
+)
+_OURS: Final = "handrail"
 _NOTHING: Final[MappingProxyType[str, Any]] = MappingProxyType({})
 _ABOUT: ContextVar[MappingProxyType[str, Any]] = ContextVar("handrail_logs", default=_NOTHING)
 
 
 @contextmanager
 def about(**ids: Any) -> Iterator[None]:
-    """Let every record that is made in here carry these ids too."""
-    token = _ABOUT.set(MappingProxyType(_ABOUT.get() | ids))
+    """Let every record that is made in here carry these ids too.
+
+    With the `run_id` of another run than outside, none of the outer ids is carried.
+    """
+    known = _ABOUT.get()
+    same = ids.get("run_id") in (None, known.get("run_id"))
+    token = _ABOUT.set(MappingProxyType(known | ids if same else ids))
     try:
         yield
     finally:
@@ -41,9 +51,19 @@ def about(**ids: Any) -> Iterator[None]:
 
 
 def event(log: logging.Logger, name: str, **figures: Any) -> None:
-    """Log one of our events at INFO: a stable name, ids, enumerations and counts alone."""
+    """Log one of our events at INFO: a stable name, ids, enumerations and counts alone.
+
+    A figure that is None is left out.
+    """
     if log.isEnabledFor(logging.INFO):
-        log.info(name, extra={"event": name, **figures})
+        said = {figure: value for figure, value in figures.items() if value is not None}
+        log.info(name, extra={"event": name, **said})
+
+
+def _known(logger: str) -> tuple[str, ...]:
+    """What may be printed of a logger's record beside its message."""
+    ours = logger == _OURS or logger.startswith(f"{_OURS}.")
+    return (*IDS, *FIGURES) if ours else IDS
 
 
 class RunFilter(logging.Filter):
@@ -81,8 +101,8 @@ class TextLines(_Discreet):
         """The line itself, before an exception's places."""
         said = [
             f"{name.removesuffix('_id')}={vars(record)[name]}"
-            for name in (*IDS, *FIGURES[1:])
-            if name in vars(record)
+            for name in _known(record.name)
+            if name in vars(record) and name != "event"  # which is the message
         ]
         return " ".join([super().formatMessage(record), *said])
 
@@ -101,7 +121,8 @@ class JsonLines(_Discreet, JsonFormatter):
 
     def process_log_record(self, log_data: dict[str, Any]) -> dict[str, Any]:
         """Keep what is known: other libraries put arguments into their records."""
-        known = ("at", "level", "logger", "message", "process", "exc_info", *IDS, *FIGURES)
+        first = ("at", "level", "logger", "message", "process", "exc_info")
+        known = (*first, *_known(log_data["logger"]))
         return {name: log_data[name] for name in known if name in log_data}
 
 

@@ -49,7 +49,7 @@ from handrail.agent.tools import Principal
 from handrail.agent.trace import RUN_MOVED, TraceEvent
 from handrail.canonical import Json, canonical, dumps, escaped, plain
 from handrail.errors import InvariantBroken
-from handrail.ledger import statements
+from handrail.ledger import lines, statements
 from handrail.ledger.accept import (
     REPUBLISH_MS,
     DueStep,
@@ -472,6 +472,7 @@ class Ledger:
         if not rows:
             return False
         if not commit.due:
+            lines.ended(state, claim.status, claim.epoch, claim.traceparent)
             if self._tell is not None:
                 self._tell(_notice(News.RUN_STOPPED, state))
             return True
@@ -720,6 +721,8 @@ class Ledger:
                 return done
 
         ruled = again(transact)
+        if ruled.ruling is not None:
+            lines.ruled(ruled.locked, ruled.ruling, ruled.news)
         if self._tell is not None:
             for notice in ruled.news:
                 self._tell(notice)

@@ -159,7 +159,11 @@ class Reconciler:
                     alive_at = self.clock() + ALIVE_S
                     self.ledger.beat(SWEPT, *([QUIET] if quiet else []), kind="reconciler")
                 if over:
-                    return Swept(looked_at - dropped - left, quiet, self.counts - before)
+                    done = Swept(looked_at - dropped - left, quiet, self.counts - before)
+                    if done.looked_at or done.counts:
+                        figures = {"looked_at": done.looked_at, "counts": dict(done.counts)}
+                        logs.event(log, "sweep.ended", **figures)
+                    return done
         finally:
             self._errands.drop_waiting()
             self._gone.clear()
@@ -375,7 +379,10 @@ class Reconciler:
             ruling = protocol.concluded(locked, conclusion, max_stall_ms=self.max_stall_ms)
             return protocol.with_evidence(ruling, answer, sent_at)
 
-        self._done(self.ledger.rule(run_id, decide))
+        ruled = self.ledger.rule(run_id, decide)
+        said = {"tool": effect.tool, "effect_id": effect.id, "attempt": effect.attempts}
+        logs.event(log, "effect.asked", answer=type(answer).__name__.lower(), **said)
+        self._done(ruled)
 
     def _tool(self, locked: Locked, effect: Effect) -> Tool | None:
         state = locked.state

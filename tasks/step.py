@@ -197,6 +197,7 @@ class _Step:
             await self._run()
         except _Lost:
             self.runtime.counts["fenced"] += 1
+            logs.event(log, "step.fenced")
         except _Over:
             pass
 

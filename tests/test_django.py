@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import queue
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -244,21 +246,70 @@ def test_asynchronous_views_accept_and_look(fleet: Fleet, alias: str) -> None:
     assert {run.run_id for run in fleet.runs()} == {a.json()["run_id"] for a in answers}
 
 
-def test_a_web_process_imports_no_agent_code() -> None:
+def test_a_web_process_that_accepts_and_looks_imports_no_agent_code(tmp_path: Path) -> None:
+    """Nor SQLAlchemy: everything goes through Django's own connection."""
+    url = f"sqlite:///{tmp_path}/x.db"
+    with closing(Fleet(database_url=url)) as there:
+        nothing = there.tool("nothing", side_effect="read")(lambda arguments, call: None)
+        there.workflow(Workflow(name="nothing", stages=[Read("r", nothing, lambda run: {})]))
+        there.upgrade_database()
+        there.announce()
     code = """
 import sys, django
 from django.conf import settings
 settings.configure(
     INSTALLED_APPS=["django.contrib.contenttypes", "handrail.integrations.django"],
-    DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": "x.db"}},
+    DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": sys.argv[1]}},
 )
 django.setup()
+from django.db import transaction
+import handrail.integrations.django.signals
 from handrail.integrations.django import client
-client.settings
+with transaction.atomic():
+    run_id = client.enqueue("nothing", goal="see")
+assert client.get(run_id).status == "queued"
 heavy = ("handrail.agent", "handrail.gateway", "handrail.tasks", "celery", "kombu", "alembic")
-print(*sorted(name for name in sys.modules if name.startswith(heavy)))
+print(*sorted(name for name in sys.modules if name.startswith((*heavy, "sqlalchemy"))))
 """
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == ""
+    command = [sys.executable, "-c", code, str(tmp_path / "x.db")]
+    assert subprocess.check_output(command, text=True, cwd=tmp_path).strip() == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "fields"),
+    [
+        ({"NAME": "shop"}, {"database": "shop"}),
+        (
+            {"NAME": "shop", "USER": "ann", "HOST": "db.example", "PORT": 5433},
+            {"database": "shop", "username": "ann", "host": "db.example", "port": 5433},
+        ),
+        (
+            {"NAME": "shop", "USER": "a@b:c/d", "PASSWORD": "p@ss:w/o r+d%41?#", "HOST": "::1"},
+            {"username": "a@b:c/d", "password": "p@ss:w/o r+d%41?#", "host": "::1"},
+        ),
+        (
+            {"NAME": "shop", "HOST": "/run/post gres", "PORT": "5433"},
+            {"query": {"host": "/run/post gres"}, "host": None, "port": 5433},
+        ),
+        ({"NAME": "our shop?50%"}, {"query": {"dbname": "our shop?50%"}, "database": None}),
+        (
+            {"OPTIONS": {"service": "shop", "sslmode": "verify-full", "pool": True}},
+            {"query": {"service": "shop", "sslmode": "verify-full"}, "database": None},
+        ),
+    ],
+)
+def test_the_address_of_a_database_says_what_django_s_settings_say(
+    given: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    from django.db.backends.postgresql.base import DatabaseWrapper
+    from sqlalchemy.engine import make_url
+
+    from handrail.integrations.django.conf import url_of
+
+    blank = {"NAME": "", "USER": "", "PASSWORD": "", "HOST": "", "PORT": "", "OPTIONS": {}}
+    found = make_url(url_of(DatabaseWrapper(blank | given)))
+    assert found.drivername == "postgresql"
+    assert {name: getattr(found, name) for name in fields} == fields
 
 
 # ---- workers -------------------------------------------------------------------------------------
@@ -288,6 +339,66 @@ def connections_of(alias: str) -> int:
             " AND application_name <> 'handrail' AND backend_type = 'client backend'"
         )
         return int(cursor.fetchone()[0])
+
+
+def test_django_s_receivers_hear_the_news_and_one_that_fails_keeps_it_from_nobody(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    from django.contrib.auth.models import User
+    from django.db import connections
+    from django.dispatch import receiver
+
+    from handrail.integrations.django.signals import approval_needed, run_stopped
+
+    heard: queue.Queue[tuple[Any, str, str | None]] = queue.Queue()
+    threads: list[Any] = []
+
+    @receiver([approval_needed, run_stopped])
+    def fails(sender: Any, **_: Any) -> None:
+        raise RuntimeError("the mail server is down")
+
+    @receiver(approval_needed)
+    @receiver(run_stopped)
+    def tell(sender: Any, notice: Any, **_: Any) -> None:
+        assert User.objects.count() == 0
+        threads.append(connections["default"])
+        heard.put((sender, notice.news.value, notice.reason))
+
+    try:
+        fleet.run("look", goal="see")
+        assert heard.get(timeout=10) == (fleet, "run-stopped", "completed")
+        run = fleet.run("pay", goal="pay")
+        assert heard.get(timeout=10) == (fleet, "approval-needed", None)
+        fleet.cancel(run)
+        assert heard.get(timeout=10) == (fleet, "run-stopped", "cancelled")
+    finally:
+        for signal in (approval_needed, run_stopped):
+            signal.disconnect(fails)
+            signal.disconnect(tell)
+    fleet.close()
+    assert [one.connection for one in threads] == [None] * 3, "a connection was left open"
+    assert "the mail server is down" in caplog.text
+
+
+def test_people_who_act_through_the_client_are_news_to_django_as_well(
+    fleet: Fleet, client: Any
+) -> None:
+    from django.dispatch import receiver
+
+    from handrail.integrations.django.signals import run_stopped
+
+    heard: queue.Queue[str] = queue.Queue()
+
+    @receiver(run_stopped)
+    def tell(sender: Any, notice: Any, **_: Any) -> None:
+        heard.put(notice.run_id)
+
+    try:
+        run_id = client.enqueue("look", **GIVEN)
+        client.cancel(run_id)
+        assert heard.get(timeout=10) == run_id
+    finally:
+        run_stopped.disconnect(tell)
 
 
 def test_what_leaving_the_surroundings_raises_changes_nothing(

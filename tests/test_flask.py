@@ -198,6 +198,18 @@ def test_a_session_that_is_used_again_accepts_again(site: Site) -> None:
     assert [site.has(run) for run in runs] == [False, True, False, True]
 
 
+def test_an_engine_without_transactions_takes_no_run_back(url: str, tmp_path: Path) -> None:
+    """What is said of AUTOCOMMIT: a rollback has nothing to roll back, and the run is whole."""
+    options = {"isolation_level": "AUTOCOMMIT"}
+    site = make_site(tmp_path, url, SQLALCHEMY_ENGINE_OPTIONS=options)
+    try:
+        code, run_id = site.ask("rollback")
+        assert (code, site.has(run_id)) == (200, True)
+        assert site.fleet.drive(run_id).status == "completed"
+    finally:
+        closed(site)
+
+
 def test_accepting_costs_a_transaction_two_statements_and_no_savepoint(site: Site) -> None:
     said: list[str] = []
     with site.app.app_context():
@@ -329,6 +341,10 @@ def test_a_run_belongs_to_the_trace_of_its_request(site: Site) -> None:
     assert site.fleet.get(site.ask("commit")[1]).traceparent is None
     broken = site.ask("commit", traceparent="00-nothing")[1]
     assert site.fleet.get(broken).traceparent is None
+    with site.app.test_request_context(headers={"traceparent": trace}):
+        of_the_fleet = site.fleet.enqueue("count", **GIVEN)
+    assert site.fleet.get(of_the_fleet).traceparent == trace
+    assert site.fleet.get(site.fleet.enqueue("count", **GIVEN)).traceparent is None
 
 
 # ---- where the ledger is -------------------------------------------------------------------------

@@ -5,6 +5,7 @@ The fleet is real: a worker process on a Valkey of its own test, at its most tal
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -15,12 +16,17 @@ import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from handrail import logs
+from handrail.agent.loop import AgentLoop
+from handrail.agent.workflow import Workflow
+from handrail.errors import ToolRefused
 from handrail.fleet import Fleet
 from handrail.settings import Settings
+from tests.world import SETTLED_MS, World, look, open_world, save
 
 GIVEN = f"00-{'ab' * 16}-{'cd' * 8}-01"
 SECONDS = 40.0  # only a failure takes that long
@@ -105,6 +111,207 @@ def test_a_text_line_ends_with_the_ids() -> None:
     with logs.about(run_id="r1", step=3):
         handler.filter(record)
     assert handler.format(record).endswith("said run=r1 step=3")
+
+
+def test_figures_are_believed_of_our_own_loggers_alone() -> None:
+    handler, theirs, ours = logs.handler("json"), _record(answer="canary"), _record(answer="absent")
+    ours.name = "handrail.reconciler"
+    assert "canary" not in handler.format(theirs) + logs.handler().format(theirs)
+    assert json.loads(handler.format(ours))["answer"] == "absent"
+
+
+def test_a_line_about_another_run_carries_none_of_the_ids_of_the_one_at_work() -> None:
+    handler, record = logs.handler("json"), _record()
+    with logs.about(run_id="r1", step=3, tool="refund"), logs.about(run_id="r2"):
+        handler.filter(record)
+    line = json.loads(handler.format(record))
+    assert line["run_id"] == "r2" and not {"step", "tool"} & line.keys()
+
+
+# ---- events --------------------------------------------------------------------------------------
+
+
+class Lines:
+    """What Handrail's loggers have said at INFO, as JSON."""
+
+    def __init__(self) -> None:
+        self.said = io.StringIO()
+        self.handler = logging.StreamHandler(self.said)
+        self.handler.addFilter(logs.RunFilter())
+        self.handler.setFormatter(logs.JsonLines())
+
+    @property
+    def all(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.said.getvalue().splitlines()]
+
+    def events(self, *names: str) -> list[dict[str, Any]]:
+        """The events, or those of these names."""
+        found = [line for line in self.all if "event" in line]
+        return [line for line in found if not names or line["event"] in names]
+
+    def named(self) -> list[str]:
+        """Each event's name, of a move with where it has led."""
+        moves = {"run.moved": "status"}
+        return [
+            " ".join([e["event"], *([e[moves[e["event"]]]] if e["event"] in moves else [])])
+            for e in self.events()
+        ]
+
+
+@pytest.fixture
+def lines() -> Iterator[Lines]:
+    log, made = logging.getLogger("handrail"), Lines()
+    level = log.level
+    log.addHandler(made.handler)
+    log.setLevel(logging.INFO)
+    yield made
+    log.setLevel(level)
+    log.removeHandler(made.handler)
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    with open_world(request) as opened:
+        yield opened
+
+
+def test_a_run_says_each_step_each_attempt_of_its_write_and_how_it_ended(
+    lines: Lines, tmp_path: Path
+) -> None:
+    """A real fleet in this process; its arguments, answers and secrets are in no line."""
+    fleet = Fleet(settings=Settings.read(home=tmp_path))
+
+    @fleet.tool(
+        side_effect="idempotent",
+        approval="never",
+        intent=lambda arguments, run: f"pay:{arguments['canary']}",
+        guarantee="idempotency-key",
+        key_valid_for_ms=86_400_000,
+        takeover="operations",
+    )
+    def pay(arguments: dict[str, Any], call: Any) -> Any:
+        return {"canary": "canary-answer"}
+
+    def propose(seen: Any) -> Any:
+        if seen["observations"]:
+            return {"kind": "complete", "answer": "canary-claim"}
+        return {"kind": "tool", "tool": "pay", "arguments": {"canary": "canary-argument"}}
+
+    fleet.model("default", propose)
+    loop = AgentLoop(name="loop", actions=(pay,), verify=lambda claim, call: True)
+    fleet.workflow(Workflow(name="pay", version="7", stages=[loop]))
+    run = fleet.run("pay", goal="canary-goal", input="canary-input", traceparent=GIVEN)
+    fleet.close()
+    assert run.status == "completed"
+    assert lines.named() == [
+        *("step.claimed", "effect.dispatched", "effect.applied", "step.ended"),
+        *("step.claimed", "run.moved completed", "step.ended"),
+    ]
+    for line in lines.events():
+        about = {name: line[name] for name in ("run_id", "workflow", "trace_id")}
+        assert about == {"run_id": run.run_id, "workflow": "pay@7", "trace_id": "ab" * 16}
+        assert line["span_id"] and line["epoch"] >= 1 and line["level"] == "INFO"
+    assert [line["step"] for line in lines.events("step.claimed")] == [0, 1]
+    dispatched, applied = lines.events("effect.dispatched", "effect.applied")
+    assert dispatched["tool"] == applied["tool"] == "pay"
+    assert dispatched["effect_id"] == applied["effect_id"] and applied["attempt"] == 1
+    [moved] = lines.events("run.moved")
+    assert (moved["was"], moved["reason"]) == ("running", "completed")
+    assert "canary" not in lines.said.getvalue()
+
+
+def test_a_doubt_says_why_what_was_asked_and_how_it_was_settled(world: World, lines: Lines) -> None:
+    world.workflow(world.write_tool(key_valid_for_ms=0), plan=[save(id=1)])
+    world.service.script = ["lost"]
+    run = world.start()
+    world.step(run)
+    [unknown] = lines.events("effect.unknown")
+    assert (unknown["trigger"], unknown["doubt"]) == ("exception", "unproven")
+    world.drive(run)
+    said = [name for name in lines.named() if not name.startswith("step.")]
+    assert said == [
+        "effect.dispatched",
+        *("effect.unknown", "run.moved reconciling"),
+        *("effect.applied", "run.moved running", "effect.asked"),
+        "run.moved completed",
+    ]
+    [asked] = lines.events("effect.asked")
+    assert asked["answer"] == "applied" and asked["effect_id"] == unknown["effect_id"]
+    assert {line["run_id"] for line in lines.events()} == {run}
+
+
+def test_a_refusal_is_an_absence_and_no_doubt(world: World, lines: Lines) -> None:
+    world.workflow(world.write_tool(), plan=[save(id=1)])
+    world.service.script = ["refused"]
+    world.drive(world.start())
+    [absent] = lines.events("effect.absent")
+    assert absent["doubt"] == "none" and "trigger" not in absent
+    assert lines.events("effect.unknown") == []
+
+
+def test_a_handoff_says_its_reason_once(world: World, lines: Lines) -> None:
+    tool = world.write_tool(key_valid_for_ms=0, query=False, guarantee="transaction")
+    world.workflow(tool, plan=[save(id=1)])
+    world.service.script = ["dropped"]
+    run = world.start()
+    world.drive(run)
+    [opened] = lines.events("handoff.opened")
+    [row] = world.rows("SELECT id, reason FROM handrail_handoff")
+    assert (opened["reason"], opened["matter_id"]) == (row["reason"], row["id"])
+    assert opened["run_id"] == run
+    assert lines.named()[-1] == "run.moved handed_off"
+
+
+def test_a_wish_to_cancel_is_said_once(world: World, lines: Lines) -> None:
+    world.workflow(world.write_tool(), plan=[save(id=1)])
+
+    def cancelled(arguments: Any, call: Any) -> Any:
+        world.meanwhile(lambda: world.fleet.cancel(call.run_id))
+        world.meanwhile(lambda: world.fleet.cancel(call.run_id))
+        raise ToolRefused("too-late")
+
+    world.service.script = [cancelled]
+    run = world.start()
+    world.step(run)
+    said = lines.named()
+    assert said.count("run.cancel_requested") == 1
+    assert said.index("effect.dispatched") < said.index("run.cancel_requested")
+    assert said[-2:] == ["run.moved cancelled", "step.ended"]
+
+
+def test_a_step_that_was_overtaken_says_that_it_is_fenced_off(world: World, lines: Lines) -> None:
+    def overtaken(arguments: Any, call: Any) -> Any:
+        world.meanwhile(lambda: world.advance(world.ledger.lease_ms + 1))
+        world.meanwhile(world.reconciler.sweep)
+        return "late"
+
+    tool = world.fleet.tool("lookup", side_effect="read")(overtaken)
+    world.workflow(tool, plan=[look(of=1)])
+    run = world.start()
+    world.step(run)
+    assert lines.named() == ["step.claimed", "step.fenced", "step.ended"]
+    assert lines.events("step.fenced")[0]["run_id"] == run
+
+
+def test_a_sweep_says_what_it_did_and_nothing_when_idle(world: World, lines: Lines) -> None:
+    world.workflow(world.write_tool(), plan=[save(id=1)])
+    world.reconciler.sweep_until_quiet()
+    assert lines.events() == []
+    world.service.script = ["lost"]
+    run = world.start()
+    world.step(run)
+    world.advance(SETTLED_MS)
+    world.reconciler.sweep_until_quiet()
+    [swept] = lines.events("sweep.ended")
+    assert swept["looked_at"] >= 1 and swept["counts"]["answer:applied"] == 1
+    assert "run_id" not in swept
+
+
+def test_below_info_nothing_is_said(world: World, lines: Lines) -> None:
+    logging.getLogger("handrail").setLevel(logging.WARNING)
+    world.workflow(world.write_tool(), plan=[save(id=1)])
+    world.drive(world.start())
+    assert lines.all == []
 
 
 class _Service(BaseHTTPRequestHandler):

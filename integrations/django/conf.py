@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import quote, urlencode
 
 from django.conf import settings as project
 from django.db import DEFAULT_DB_ALIAS, connections
@@ -21,6 +23,8 @@ from handrail.settings import InvalidSettings, Settings
 
 #: The key that names the database in which the ledger is.
 ALIAS: Final = "DATABASE"
+#: The name of a database that means itself in an address; an empty one is none.
+_PLAIN: Final = re.compile(r"[\w.-]*\Z")
 #: What libpq understands of a database's OPTIONS; the rest is Django's own.
 _LIBPQ: Final = frozenset(
     {
@@ -76,9 +80,10 @@ def read() -> Settings:
 
 
 def url_of(connection: BaseDatabaseWrapper) -> str:
-    """The address of a database of Django's, for connections of the ledger's own."""
-    from sqlalchemy.engine import URL
+    """The address of a database of Django's, for connections of the ledger's own.
 
+    Without SQLAlchemy, which a web process that only enqueues has no other use for.
+    """
     options = connection.settings_dict
     if connection.vendor == "sqlite":
         name = str(options["NAME"])
@@ -97,16 +102,24 @@ def url_of(connection: BaseDatabaseWrapper) -> str:
     query = {name: str(value) for name, value in given_options.items() if name in _LIBPQ}
     port, host = str(options.get("PORT") or ""), str(options.get("HOST") or "")
     if host.startswith("/"):  # the folder of a socket
-        query["host"] = host
-    return URL.create(
-        "postgresql",
-        username=options.get("USER") or None,
-        password=options.get("PASSWORD") or None,
-        host=None if "host" in query else host or None,
-        port=int(port) if port else None,
-        database=options.get("NAME") or None,
-        query=query,
-    ).render_as_string(hide_password=False)
+        query["host"], host = host, ""
+    name = str(options.get("NAME") or "")
+    if not _PLAIN.match(name):  # how it would be written in a path has changed between releases
+        query["dbname"], name = name, ""
+    who = quote(str(options.get("USER") or ""), safe="")
+    if who and options.get("PASSWORD"):
+        who += f":{quote(str(options['PASSWORD']), safe='')}"
+    place = f"[{host}]" if ":" in host else host
+    return "".join(
+        [
+            "postgresql://",
+            f"{who}@" if who else "",
+            place,
+            f":{int(port)}" if port else "",
+            f"/{name}" if name else "",
+            f"?{urlencode(sorted(query.items()))}" if query else "",
+        ]
+    )
 
 
 def _home() -> Path:

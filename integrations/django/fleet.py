@@ -14,6 +14,7 @@ from django.db import close_old_connections, connections
 from handrail.fleet import Fleet as PlainFleet
 from handrail.integrations.django import conf
 from handrail.integrations.django.database import DjangoHost
+from handrail.integrations.django.signals import relay
 from handrail.settings import Settings
 
 
@@ -30,6 +31,7 @@ class Fleet(PlainFleet):
             django.setup()
         super().__init__(name, host=DjangoHost(), **options)
         self.around_calls = _connections_looked_after
+        relay()
 
     @cached_property
     def settings(self) -> Settings:

@@ -37,7 +37,9 @@ class DjangoClient(Client):
     def fleet(self) -> Fleet:
         """What rules over runs, and its `desk`; imported when it is first asked for."""
         from handrail.fleet import Fleet
+        from handrail.integrations.django.signals import relay
 
+        relay()
         return Fleet(settings=self.settings, host=DjangoHost())
 
     async def aenqueue(self, workflow: str, **options: Any) -> str:

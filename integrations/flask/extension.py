@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
@@ -89,6 +90,13 @@ class Handrail:
         return self.client.answer(run, text, **options)
 
 
+def in_its_trace() -> AbstractContextManager[None]:
+    """Let what is enqueued belong to the trace of the request that is answered here, if any."""
+    if has_request_context():
+        return tracing.of_request(dict(request.headers))
+    return nullcontext()
+
+
 class AppClient(Client):
     """The `handrail.Client` of one application."""
 
@@ -110,10 +118,8 @@ class AppClient(Client):
 
     def enqueue(self, workflow: str, **options: Any) -> str:
         """Accept a run; see `handrail.Client.enqueue`."""
-        if options.get("traceparent") is None and has_request_context():
-            given = tracing.current() or tracing.from_headers(dict(request.headers))
-            options["traceparent"] = given
-        return super().enqueue(workflow, **options)
+        with in_its_trace():
+            return super().enqueue(workflow, **options)
 
     def _transaction(self, session: Any) -> Transaction | None:
         engine = conf.engine_of(self._app)

@@ -12,6 +12,7 @@ from flask import Flask, current_app, has_app_context
 from handrail.errors import BadInput
 from handrail.fleet import Fleet as PlainFleet
 from handrail.integrations.flask import conf
+from handrail.integrations.flask.extension import in_its_trace
 from handrail.settings import Settings
 
 if TYPE_CHECKING:
@@ -61,6 +62,11 @@ class Fleet(PlainFleet):
     def settings(self) -> Settings:
         """The settings of the application, read when they are first needed."""
         return self._settings or conf.read(self.app)
+
+    def enqueue(self, workflow: str, **options: Any) -> str:
+        """Accept a run; see `handrail.Fleet.enqueue`."""
+        with in_its_trace():
+            return super().enqueue(workflow, **options)
 
     @contextmanager
     def _in_context(self) -> Iterator[None]:
