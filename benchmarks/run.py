@@ -31,7 +31,8 @@ from handrail.reconciler.sweep import BATCH
 from handrail.testing.services import EmbeddedPostgres
 
 EVERY_S = 0.1  # between fresh runs
-PARTS = ("steps", "latency", "enqueue", "flat", "waiting", "sweep", "backlog")
+PARTS = ("steps", "latency", "enqueue", "flat", "waiting", "sweep", "backlog", "rabbitmq")
+ON_RABBITMQ = "durable steps/s on RabbitMQ, acknowledged and confirmed ÷ anchor"
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ class Bench:
     directory: Path
     console: Console
     anchor: Anchor
+    rabbitmq_url: str = ""
     figures: list[Figure] = field(default_factory=list)
 
     def add(
@@ -161,6 +163,17 @@ class Bench:
             cpu_bound = 2_500 if database == "postgresql" else None
             self.add("CPU µs a step, all processes", database, load.cpu_us, cpu_bound)
             self.add("worker memory (PSS), MB", database, fleet.memory_mb(), 90)
+
+    def rabbitmq(self, database: str) -> None:
+        """Durable steps a second with RabbitMQ as the broker, beside the anchor, which is on Redis.
+
+        The server is not counted among the processes: it may be anywhere.
+        """
+        size = self.size
+        with self.deployment(database, broker_url=self.rabbitmq_url) as fleet:
+            load, ratio = self.against_anchor(lambda: fleet.load(runs=size.runs, steps=size.steps))
+        self.add(ON_RABBITMQ, database, ratio)
+        self.add("CPU µs a step on RabbitMQ, without the server", database, load.cpu_us)
 
     def latency(self, database: str) -> None:
         """From step to step of one run alone, and from enqueue to its first step."""
@@ -346,25 +359,32 @@ def main(
     short: Annotated[
         bool, typer.Option(help="See that it runs; the figures mean nothing.")
     ] = False,
+    rabbitmq_url: Annotated[
+        str, typer.Option(help="A RabbitMQ to measure with, whose queues handrail.* are nobody's.")
+    ] = "",
     to: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
 ) -> None:
     """Measure Handrail beside a bare Celery chain."""
     console = Console()
-    parts = [part for part in only.split(",") if part] or list(PARTS)
+    parts = [part for part in only.split(",") if part]
+    parts = parts or [part for part in PARTS if part != "rabbitmq" or rabbitmq_url]
     for part in parts:
         if part not in PARTS:
             raise typer.BadParameter(f"{part!r} is none of {', '.join(PARTS)}")
+    if "rabbitmq" in parts and not rabbitmq_url:
+        raise typer.BadParameter("say with --rabbitmq-url where a RabbitMQ is")
     with (
         tempfile.TemporaryDirectory(prefix="handrail-bench-") as name,
         Anchor(Path(name)) as anchor,
     ):
-        bench = Bench(SHORT if short else Size(), Path(name), console, anchor)
+        bench = Bench(SHORT if short else Size(), Path(name), console, anchor, rabbitmq_url)
         for part in parts:
             for database in databases.split(","):
                 console.print(f"{part} on {database}")
                 getattr(bench, part)(database)
     console.print(table_of(bench.figures))
-    console.print("RabbitMQ: not measured, no server is shipped for it.")
+    if not rabbitmq_url:
+        console.print("RabbitMQ: not measured; --rabbitmq-url says where one is.")
     missed = [figure for figure in bench.figures if figure.holds is False]
     if not short:
         console.print(f"{len(missed)} figures miss the first version." if missed else "All hold.")

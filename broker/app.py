@@ -158,14 +158,18 @@ def register_step(
     return app.register_task(task)
 
 
-def sweep_entry(every_s: float) -> dict[str, Any]:
+def sweep_entry(every_s: float, broker_url: str = "") -> dict[str, Any]:
     """What a beat sends, of whatever app on this broker: every message is as good as another.
 
     While no worker takes them they do not pile up: RabbitMQ drops them after a while by the
     message's own lifetime, our Redis transport keeps the newest few.
+
+    An app that does not know our queues declares one for what it sends: with RabbitMQ's address it
+    is told how, since Celery would make a classic queue of the mere name.
     """
+    declared = urlsplit(broker_url).scheme in AMQP
     options = {
-        "queue": RECONCILE_QUEUE,
+        "queue": queue(RECONCILE_QUEUE, broker_url) if declared else RECONCILE_QUEUE,
         "serializer": "json",
         "ignore_result": True,
         "expiration": max(10.0, 5 * every_s),

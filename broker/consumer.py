@@ -28,6 +28,9 @@ logger = logging.getLogger("handrail.broker")
 
 _Blueprint: Any = Consumer.Blueprint  # a variable in its stubs
 _DELAYS: Final = ":DelayedDelivery"
+#: So long an idle worker may go without looking whether it is to stop. A signal ends no wait of its
+#: event loop, and where the broker pushes, nothing else would for ten seconds.
+LOOK_UP_S: Final = 1.0
 AUTOSCALED: Final = UnsafeSetting(
     code="pool",
     setting="--autoscale",
@@ -70,6 +73,11 @@ class StepConsumer(Consumer):
             if unsafe := tuple(setting for setting in found if setting.code in NEVER):
                 raise UnsafeConfiguration(unsafe)
         return connection
+
+    def register_with_event_loop(self, hub: Any) -> None:
+        """Let the loop wake now and then."""
+        super().register_with_event_loop(hub)
+        hub.call_repeatedly(LOOK_UP_S, _nothing)
 
     def stop(self) -> None:
         """Consume no more, with no pop left under way at the server.
@@ -116,3 +124,7 @@ class StepConsumer(Consumer):
         if not message.acknowledged:
             message.ack_log_error(logger, self.connection_errors)
         REFUSALS.note(code, "consumer", problem)
+
+
+def _nothing() -> None:
+    """What there is to do when the loop wakes: it looks by itself whether it is to stop."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import selectors
 import socket
 import ssl
 import time
@@ -138,7 +139,9 @@ class Publisher:
             with self._app.amqp.producer_pool.acquire(
                 block=True, timeout=self._timeout_s
             ) as producer:
+                connection: Any = producer.connection
                 try:
+                    self._open(connection)
                     for message in messages:
                         task_id = str(uuid.uuid4())
                         producer.publish(
@@ -150,17 +153,33 @@ class Publisher:
                             routing_key=STEPS_QUEUE,
                             declare=[queue],
                             delivery_mode=2,
+                            mandatory=True,  # or one that no queue takes is confirmed as well
                             retry=False,
                             timeout=self._timeout_s,
                             confirm_timeout=self._timeout_s,
                         )
                 except Exception:
                     # Not politely: a server that stands still would be waited for without an end.
-                    connection: Any = producer.connection
                     connection.collect()
+                    connection.maybe_switch_next()  # of several servers
                     raise
         except Exception as error:  # each transport has its own kinds
             raise PublishFailed(len(messages), type(error).__name__) from error
+
+    def _open(self, connection: Any) -> None:
+        """Let a connection to RabbitMQ be a living one, on which nothing is waited for for long."""
+        if connection.transport.driver_type != "amqp":
+            return
+        if connection.connected and _speaks(connection.connection.sock):
+            connection.collect()
+        connection.connect_timeout = self._timeout_s
+        connection.ensure_connection(
+            max_retries=max(0, len(connection.alt) - 1),  # each server once
+            interval_start=0,
+            interval_step=0,
+            timeout=self._timeout_s,
+        )
+        connection.connection.sock.settimeout(self._timeout_s)
 
 
 class Courier:
@@ -187,6 +206,13 @@ class Courier:
     def close(self) -> None:
         """Close the connections. Publishing again opens new ones."""
         self._publisher.close()
+
+
+def _speaks(sock: socket.socket) -> bool:
+    """Whether a server has said something that nobody has asked for: it ends the connection."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(sock, selectors.EVENT_READ)
+        return bool(selector.select(0))
 
 
 def _checking_certificates(url: str) -> dict[str, Any]:

@@ -852,7 +852,8 @@ class Fleet:
 
         That app needs none of this fleet's code: only the same broker, with the same key prefix.
         """
-        return {"handrail-sweep": sweep_entry(self.settings.sweep_every_s)}
+        known = self.settings
+        return {"handrail-sweep": sweep_entry(known.sweep_every_s, known.broker_url)}
 
     def verify(self, *, worker: bool = False) -> None:
         """Check what a process needs before it starts: database, broker, settings. Raises what

@@ -58,8 +58,10 @@ _ASKED: Final = """
     SELECT status, count(*) AS effects FROM handrail_effect WHERE rewind = :number
     GROUP BY status ORDER BY status"""
 _OLDER: Final = """
-    SELECT count(*) AS runs FROM handrail_run WHERE created_at <= :lost_until AND status NOT IN
-        ('completed', 'compensated', 'failed', 'cancelled', 'budget_exhausted', 'handed_off')"""
+    SELECT count(*) AS runs FROM handrail_run
+    WHERE wake_at IS NOT NULL AND created_at <= :lost_until AND status <> 'handed_off'"""
+_OPEN: Final = """
+    SELECT number, reason FROM handrail_rewind WHERE cleared_at IS NULL ORDER BY number"""
 _BATCH: Final = 200
 
 
@@ -190,8 +192,13 @@ class Rewinds:
 
         return self._people.transact(write)
 
+    def open(self) -> dict[int, str]:
+        """The numbers of those that are not cleared, and why each was marked; quickly."""
+        rows = self.database.run(_OPEN, {})
+        return {row["number"]: plain(row["reason"]) for row in rows}
+
     def listed(self) -> list[Marked]:
-        """List all of them, the earliest first."""
+        """List all, the earliest first, with what was asked: it goes through all effects."""
         return [self._marked(row) for row in self.database.run(_LISTED, {})]
 
     def _marked(self, row: dict[str, Any]) -> Marked:

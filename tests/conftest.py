@@ -11,6 +11,7 @@ from hypothesis import settings
 from handrail.embedded import EmbeddedValkey
 from handrail.testing.services import EmbeddedPostgres
 from tests.acceptance import AcceptanceRecord
+from tests.live import BROKERS, Broker, broker_of
 from tests.rabbit import Rabbit, must_be_there
 
 # How long an example takes says how busy the machine is, and nothing about the program.
@@ -43,6 +44,12 @@ def rabbit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rabbit]:
         yield server
     finally:
         server.stop()
+
+
+@pytest.fixture(params=BROKERS)
+def broker(request: pytest.FixtureRequest) -> Broker:
+    """Each kind of broker, one after the other."""
+    return broker_of(request.param, request)
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import psutil
 import psycopg
@@ -29,6 +29,7 @@ from handrail.keeper import KeptProcess
 from handrail.runs import Run
 from handrail.settings import Settings
 from tests.live_fleet import Note, World, declare
+from tests.rabbit import Rabbit
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 40.0  # for anything that must happen; only a failure takes that long
@@ -286,6 +287,30 @@ def deployed(
         yield deployment
     finally:
         deployment.close()
+
+
+# ---- brokers -------------------------------------------------------------------------------------
+
+BROKERS: Final = ("redis", "rabbitmq")
+
+
+@dataclass(frozen=True)
+class Broker:
+    """A broker of one kind, with what a fleet has to be told beside its address."""
+
+    url: str
+    settings: dict[str, Any]
+
+
+def broker_of(kind: str, request: pytest.FixtureRequest) -> Broker:
+    """A broker for one test or more, without anybody's messages. Beside RabbitMQ, Redis has locks
+    and signals alone.
+    """
+    redis_url: str = request.getfixturevalue("valkey_url")
+    if kind == "redis":
+        return Broker(redis_url, {})
+    rabbit: Rabbit = request.getfixturevalue("rabbit")
+    return Broker(rabbit.host(), {"redis_url": redis_url})
 
 
 # ---- servers that fail ---------------------------------------------------------------------------

@@ -24,10 +24,12 @@ from handrail.broker.message import StepMessage
 from handrail.runs import Run
 from handrail.testing.services import EmbeddedPostgres
 from tests.live import (
+    BROKERS,
     Deployment,
     FailingBroker,
     FailingStore,
     Move,
+    broker_of,
     complete,
     deployed,
     look,
@@ -41,19 +43,16 @@ pytestmark = [pytest.mark.live, pytest.mark.timeout(150)]
 AWAY_S: Final = 3.0
 
 
-@pytest.fixture(scope="module", params=["redis", "rabbitmq"])
+@pytest.fixture(scope="module", params=BROKERS)
 def deployment(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
-    valkey_url: str,
     postgres: EmbeddedPostgres,
 ) -> Iterator[Deployment]:
-    """A deployment on each broker. Beside RabbitMQ, Redis has locks and signals alone."""
+    """A deployment on each broker."""
     url = postgres.create_database(f"live_{uuid.uuid4().hex[:8]}")
-    broker, options = valkey_url, {}
-    if request.param == "rabbitmq":
-        broker, options = request.getfixturevalue("rabbit").host(), {"redis_url": valkey_url}
-    with deployed(tmp_path_factory.mktemp("fleet"), url, broker, settings=options) as made:
+    broker, place = broker_of(request.param, request), tmp_path_factory.mktemp("fleet")
+    with deployed(place, url, broker.url, settings=broker.settings) as made:
         yield made
 
 

@@ -24,6 +24,7 @@ from handrail.broker.redis_client import redis_client
 from handrail.broker.verify import verify_guest
 from handrail.installing import AlreadyInstalled
 from handrail.ledger import migrate
+from tests.live import BROKERS, Broker
 
 SECONDS = 40.0
 
@@ -53,7 +54,7 @@ def query(arguments, call):
     guarantee="unique-constraint",
     query=query,
     settle_after_ms=100,
-    timeout_ms=20_000,
+    timeout_ms=int(os.environ.get("TIMEOUT_MS", "20000")),
 )
 def pay(arguments, call):
     """Pays at once, and then takes its time to say so."""
@@ -73,13 +74,15 @@ import os
 from celery import Celery
 import handrail
 
-app = Celery("theirs", broker=os.environ["BROKER"], backend=os.environ["BROKER"])
+app = Celery("theirs", broker=os.environ["BROKER"], backend=os.environ["BACKEND"])
 handrail.install(app, "agents:fleet")
 app.conf.update(
     task_acks_late=True,
     task_time_limit=60,
     task_default_queue="their-default",
-    broker_transport_options={"global_keyprefix": os.environ["PREFIX"]},
+    broker_transport_options=(
+        {"global_keyprefix": os.environ["PREFIX"]} if os.environ["PREFIX"] else {}
+    ),
     **eval(os.environ.get("MORE", "{}")),
 )
 
@@ -93,9 +96,10 @@ def add(a, b):
 class Host:
     """Somebody's app in a folder of its own, with a ledger in a file."""
 
-    def __init__(self, place: Path, valkey_url: str) -> None:
+    def __init__(self, place: Path, valkey_url: str, broker: Broker | None = None) -> None:
+        broker = broker or Broker(valkey_url, {})
         self.place = place
-        self.prefix = f"{place.name[-12:]}."
+        self.prefix = f"{place.name[-12:]}." if broker.url == valkey_url else ""
         (place / "agents.py").write_text(AGENTS)
         (place / "theirs.py").write_text(APP)
         (place / "paid").write_text("")
@@ -106,14 +110,16 @@ class Host:
         self.environment = kept | {
             "LEDGER": self.ledger,
             "PLACE": str(place),
-            "BROKER": valkey_url,
+            "BROKER": broker.url,
+            "BACKEND": valkey_url,
             "PREFIX": self.prefix,
             "PYTHONPATH": str(place),
             "C_FORCE_ROOT": "1",  # Celery's own leave to unpickle as root
             "HANDRAIL_LEASE_MS": "2000",
             "HANDRAIL_MAX_STALL_MS": "500",
+            **{f"HANDRAIL_{name.upper()}": value for name, value in broker.settings.items()},
         }
-        self.client = Client(database_url=self.ledger, broker_url=valkey_url)
+        self.client = Client(database_url=self.ledger, broker_url=broker.url)
         settings = self.client.settings.model_copy(update={"key_prefix": self.prefix})
         self.client.settings = settings
         self.queues: Any = redis_client(valkey_url)
@@ -171,42 +177,58 @@ def host(tmp_path: Path, valkey_url: str) -> Iterator[Host]:
     made.client.close()
 
 
+@pytest.fixture
+def on_each(tmp_path: Path, valkey_url: str, broker: Broker) -> Iterator[Host]:
+    """An app on each broker; its results are on Redis."""
+    made = Host(tmp_path, valkey_url, broker)
+    yield made
+    made.client.close()
+
+
 @pytest.mark.live
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("pool", ["prefork", "threads", "solo"])
-def test_one_worker_runs_their_tasks_and_our_steps(pool: str, host: Host) -> None:
+@pytest.mark.parametrize(
+    ("pool", "broker"),
+    [(pool, broker) for broker in BROKERS for pool in ("prefork", "threads")] + [("solo", "redis")],
+    indirect=["broker"],
+)
+def test_one_worker_runs_their_tasks_and_our_steps(pool: str, on_each: Host) -> None:
     """Theirs with results, late acknowledgement and a time limit; ours with none of that."""
-    with host.worker("-P", pool, "-c", "2", "-B", "-s", str(host.place / "beat")):
-        assert host.add() == 3
-        assert host.ended(host.client.enqueue("look", goal="see")) == "completed"
-        assert host.ended(host.client.enqueue("pay", goal="pay")) == "completed"
+    with on_each.worker("-P", pool, "-c", "2", "-B", "-s", str(on_each.place / "beat")):
+        assert on_each.add() == 3
+        assert on_each.ended(on_each.client.enqueue("look", goal="see")) == "completed"
+        assert on_each.ended(on_each.client.enqueue("pay", goal="pay")) == "completed"
         # The beat of their app drives the sweep: what was never published is found.
-        unpublished = Client(database_url=host.ledger)
+        unpublished = Client(database_url=on_each.ledger)
         lost = unpublished.enqueue("look", goal="see")
-        host.client.fleet.ledger.database.run(
+        on_each.client.fleet.ledger.database.run(
             "UPDATE handrail_run SET wake_at = created_at WHERE id = :id", {"id": lost}
         )
-        assert host.ended(lost) == "completed"
-    keys = [key.decode() for key in host.queues.scan_iter(match="celery-task-meta-*")]
-    ours = [key for key in keys if b"handrail" in (host.queues.get(key) or b"")]
+        assert on_each.ended(lost) == "completed"
+    keys = [key.decode() for key in on_each.queues.scan_iter(match="celery-task-meta-*")]
+    ours = [key for key in keys if b"handrail" in (on_each.queues.get(key) or b"")]
     assert ours == []
-    assert "Traceback" not in (host.place / "worker.log").read_text()
+    assert "Traceback" not in (on_each.place / "worker.log").read_text()
 
 
 @pytest.mark.live
 @pytest.mark.timeout(120)
-def test_a_child_that_is_killed_in_the_middle_of_a_write_doubles_nothing(host: Host) -> None:
-    (host.place / "takes").write_text("30")
-    with host.worker("-P", "prefork", "-c", "2", "-B", "-s", str(host.place / "beat")) as worker:
-        run_id = host.client.enqueue("pay", goal="pay")
-        host.until((host.place / "paying").exists)
-        host.until((host.place / "paying").read_text)
-        child = int((host.place / "paying").read_text())
+def test_a_child_that_is_killed_in_the_middle_of_a_write_doubles_nothing(on_each: Host) -> None:
+    # What is waited for before anybody asks the service.
+    on_each.environment |= {"TIMEOUT_MS": "4000", "HANDRAIL_SWEEP_EVERY_S": "1"}
+    (on_each.place / "takes").write_text("30")
+    with on_each.worker(
+        "-P", "prefork", "-c", "2", "-B", "-s", str(on_each.place / "beat")
+    ) as worker:
+        run_id = on_each.client.enqueue("pay", goal="pay")
+        on_each.until((on_each.place / "paying").exists)
+        on_each.until((on_each.place / "paying").read_text)
+        child = int((on_each.place / "paying").read_text())
         assert child in [one.pid for one in psutil.Process(worker.pid).children()]
-        (host.place / "takes").write_text("0")
+        (on_each.place / "takes").write_text("0")
         os.kill(child, signal.SIGKILL)
-        assert host.ended(run_id) == "completed"
-    assert len((host.place / "paid").read_text().split()) == 1
+        assert on_each.ended(run_id) == "completed"
+    assert len((on_each.place / "paid").read_text().split()) == 1
 
 
 @pytest.mark.live
@@ -227,10 +249,10 @@ def test_a_worker_of_their_queues_alone_leaves_ours_alone(host: Host) -> None:
 
 @pytest.mark.live
 @pytest.mark.timeout(120)
-def test_a_worker_may_be_for_ours_alone(host: Host) -> None:
-    with host.worker("-Q", f"{STEPS_QUEUE},{RECONCILE_QUEUE}", "-P", "threads", "-c", "2"):
-        assert host.ended(host.client.enqueue("look", goal="see")) == "completed"
-        assert "their-default" not in (host.place / "worker.log").read_text()
+def test_a_worker_may_be_for_ours_alone(on_each: Host) -> None:
+    with on_each.worker("-Q", f"{STEPS_QUEUE},{RECONCILE_QUEUE}", "-P", "threads", "-c", "2"):
+        assert on_each.ended(on_each.client.enqueue("look", goal="see")) == "completed"
+        assert ".> their-default" not in (on_each.place / "worker.log").read_text()
 
 
 # ---- what it adds to an app ----------------------------------------------------------------------

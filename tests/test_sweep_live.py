@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from handrail.testing.services import EmbeddedPostgres
-from tests.live import Deployment, complete, deployed, look, save
+from tests.live import Broker, Deployment, complete, deployed, look, save
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(120)]
 
@@ -30,12 +30,15 @@ def written_by_a_killed_worker(fleet: Deployment) -> str:
     return run_id
 
 
-@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+@pytest.mark.parametrize(
+    ("kind", "broker"), [("sqlite", "redis"), ("postgres", "rabbitmq")], indirect=["broker"]
+)
 def test_workers_without_any_beat_recover_what_a_killed_one_held(
-    kind: str, tmp_path: Path, valkey_url: str, postgres: EmbeddedPostgres
+    kind: str, broker: Broker, tmp_path: Path, postgres: EmbeddedPostgres
 ) -> None:
-    how: dict[str, Any] = {"beat": None, "settings": {"sweep_in_workers": "true"}, "ahead_s": 0}
-    with deployed(tmp_path, database(kind, tmp_path, postgres), valkey_url, **how) as fleet:
+    settings = {"sweep_in_workers": "true", **broker.settings}
+    how: dict[str, Any] = {"beat": None, "settings": settings, "ahead_s": 0}
+    with deployed(tmp_path, database(kind, tmp_path, postgres), broker.url, **how) as fleet:
         run_id = written_by_a_killed_worker(fleet)
         [run] = fleet.rest(run_id)
 
@@ -45,11 +48,12 @@ def test_workers_without_any_beat_recover_what_a_killed_one_held(
 
 
 def test_a_worker_that_sweeps_ends_in_order(
-    tmp_path: Path, valkey_url: str, postgres: EmbeddedPostgres
+    tmp_path: Path, broker: Broker, postgres: EmbeddedPostgres
 ) -> None:
     """Its timer keeps it from nothing, and it leaves nothing that nobody holds."""
-    how: dict[str, Any] = {"beat": None, "settings": {"sweep_in_workers": "true"}}
-    with deployed(tmp_path, database("postgres", tmp_path, postgres), valkey_url, **how) as fleet:
+    how: dict[str, Any] = {"beat": None}
+    how["settings"] = {"sweep_in_workers": "true", **broker.settings}
+    with deployed(tmp_path, database("postgres", tmp_path, postgres), broker.url, **how) as fleet:
         fleet.staff(1)
         [worker] = fleet.workers.values()
         fleet.until("it sweeps", lambda: fleet.fleet.ledger.figures()["last_sweep_ms"] is not None)
@@ -65,10 +69,11 @@ def test_a_worker_that_sweeps_ends_in_order(
 
 
 def test_the_beat_of_an_app_that_has_a_schedule_of_its_own_makes_the_sweep_run(
-    tmp_path: Path, valkey_url: str, postgres: EmbeddedPostgres
+    tmp_path: Path, broker: Broker, postgres: EmbeddedPostgres
 ) -> None:
     url = database("postgres", tmp_path, postgres)
-    with deployed(tmp_path, url, valkey_url, beat="tests.somebodys_app:app") as fleet:
+    how: dict[str, Any] = {"beat": "tests.somebodys_app:app", "settings": broker.settings}
+    with deployed(tmp_path, url, broker.url, **how) as fleet:
         run_id = written_by_a_killed_worker(fleet)
         [run] = fleet.rest(run_id)
 

@@ -14,7 +14,7 @@ from handrail import Fleet
 from handrail.agent.tools import Principal
 from handrail.settings import Settings
 from handrail.testing.services import EmbeddedPostgres
-from tests.live import complete, deployed, look, save
+from tests.live import Broker, complete, deployed, look, save
 from tests.live_fleet import declare
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(120)]
@@ -24,9 +24,11 @@ OPERATOR = Principal("operator", roles=frozenset({"operator"}))
 
 
 @pytest.mark.accept("FLT-20")
-@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+@pytest.mark.parametrize(
+    ("kind", "broker"), [("sqlite", "redis"), ("postgres", "rabbitmq")], indirect=["broker"]
+)
 def test_a_run_waits_for_a_worker_with_its_version_and_is_handed_off_when_none_comes(
-    kind: str, tmp_path: Path, valkey_url: str, postgres: EmbeddedPostgres
+    kind: str, broker: Broker, tmp_path: Path, postgres: EmbeddedPostgres
 ) -> None:
     url = f"sqlite:///{tmp_path / 'ledger.db'}"
     if kind == "postgres":
@@ -34,9 +36,13 @@ def test_a_run_waits_for_a_worker_with_its_version_and_is_handed_off_when_none_c
     how: dict[str, Any] = {
         "ahead_s": 0,
         "beat": None,
-        "settings": {"version_patience_s": PATIENCE_S, "sweep_in_workers": "true"},
+        "settings": {
+            "version_patience_s": PATIENCE_S,
+            "sweep_in_workers": "true",
+            **broker.settings,
+        },
     }
-    with deployed(tmp_path, url, valkey_url, **how) as fleet:
+    with deployed(tmp_path, url, broker.url, **how) as fleet:
         old, new = fleet.hire(version="1"), fleet.hire(version="2")
         newer = declare(Fleet(fleet.tag, settings=Settings.read(**fleet.settings)), version="2")
         try:

@@ -333,16 +333,15 @@ def _pauses(figures: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _rewinds(fleet: Fleet) -> Iterator[Finding]:
-    for one in fleet.ledger.rewinds.listed():
-        if one.is_open:
-            yield Finding(
-                "ledger",
-                WARNING,
-                "ledger-rewound",
-                f"it was set back (rewind {one.rewind.number}: {one.reason}): what may have been"
-                " sent in the lost time is asked about before it is sent",
-                "See what is settled, and when it may be cleared: 'handrail ledger status'.",
-            )
+    for number, reason in fleet.ledger.rewinds.open().items():
+        yield Finding(
+            "ledger",
+            WARNING,
+            "ledger-rewound",
+            f"it was set back (rewind {number}: {reason}): what may have been sent in the lost time"
+            " is asked about before it is sent",
+            "See what is settled, and when it may be cleared: 'handrail ledger status'.",
+        )
 
 
 def _failed(about: str, error: HandrailError) -> Finding:
