@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from blinker import ANY
 
 from handrail import signals
 from handrail.agent.notices import News, Notice
@@ -111,6 +112,22 @@ def test_a_receiver_that_fails_or_blocks_disturbs_no_run(world: World, heard: He
     assert world.fleet.get(first).status == "completed"
 
 
+@pytest.fixture
+def nobody_listens() -> Iterator[None]:
+    """Whoever in this process has connected a receiver, as a Django project does, hears nothing."""
+    apart = [
+        (signal, receiver)
+        for signal in signals._OF.values()
+        for receiver in [*signal.receivers_for(ANY)]
+    ]
+    for signal, receiver in apart:
+        signal.disconnect(receiver)
+    yield
+    for signal, receiver in apart:
+        signal.connect(receiver)
+
+
+@pytest.mark.usefixtures("nobody_listens")
 def test_without_receivers_there_is_no_thread(world: World) -> None:
     world.ledger._tell = world.fleet._messenger.tell
     world.workflow(world.read_tool(), plan=[look(of=1)])
