@@ -126,16 +126,23 @@ class Terms:
 @dataclass(frozen=True, slots=True)
 class CompensationRecord:
     """What was recorded about undoing a write, before it was sent: the tool that undoes it, how
-    many calls that takes, and the state that was there before, where the declaration reads one.
+    many calls that takes, and the state that was there before, where the declaration reads one
+    (`read`).
     """
 
     tool: str
     calls: int = 1
     original: Json = None
+    read: bool = True
 
     def to_json(self) -> dict[str, Json]:
         """Return the record as a JSON object."""
-        return {"tool": self.tool, "calls": self.calls, "original": self.original}
+        return {
+            "tool": self.tool,
+            "calls": self.calls,
+            "original": self.original,
+            "read": self.read,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +184,11 @@ class Effect:
         assert self.dispatch_deadline_at is not None
         return self.dispatch_deadline_at + max_stall_ms + self.terms.settle_after_ms
 
+    @property
+    def perhaps_forgotten(self) -> bool:
+        """Whether its doubt is about a dispatch that the ledger does not know of."""
+        return self.rewind is not None and self.dispatcher is None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewind:
@@ -203,9 +215,11 @@ def may_be_forgotten(effect: Effect, rewind: Rewind) -> bool:
 def perhaps_sent(effect: Effect, rewind: Rewind, *, run_id: str, now: int) -> Effect:
     """The effect that may have been sent in the lost time: in doubt, as after any unproven attempt.
 
-    How it would be undone is to be recorded anew: what a look shows now may be what it has made.
+    A state from before it that is recorded may be what it has made: then it is read anew where the
+    write turns out not to have been made, and nobody can undo it where it was.
     """
     latest_end = rewind.lost_until + effect.terms.call_ms
+    undo = effect.compensation
     return replace(
         effect,
         status=EffectStatus.UNKNOWN,
@@ -221,7 +235,7 @@ def perhaps_sent(effect: Effect, rewind: Rewind, *, run_id: str, now: int) -> Ef
         queries_left=QUERIES_PER_DISPATCH,
         absences=0,
         next_query_at=first_query_at(now),
-        compensation=None,
+        compensation=None if undo is None or undo.read else undo,
         rewind=rewind.number,
     )
 

@@ -331,7 +331,7 @@ def _answer_within_ms(turn: Turn) -> int | None:
 def give_back(locked: Locked, problem: str, *, due_in_ms: int) -> Ruling:
     """Give the lease back without a charge: the write cannot happen now."""
     if locked.cancel_requested:
-        return _stop(locked, Reason.CANCELLED)
+        return asked_first(locked) or _stop(locked, Reason.CANCELLED)
     events = [TraceEvent(trace.STEP_DEFERRED, locked.state.step, {"problem": problem})]
     state = machine.moved(locked.state, _E.LEASE_RETURNED, events)
     attempts = max(0, locked.attempts - 1)  # a lease given back is no attempt
@@ -395,11 +395,13 @@ def dispatch(
     write might have been made; `compensable`: how it is undone has to be recorded by now.
     """
     state, effect = locked.state, locked.effect
-    assert effect is not None
-    if locked.claim_id != claim_id or not locked.lease_live:
+    if effect is None or locked.claim_id != claim_id or not locked.lease_live:
         return None, Halt("not-mine")
     if state.mode is Mode.SHADOW:  # the machine lets none come here: this is the second wall
         return _stop(locked, Reason.CANCELLED, shadow=True), Halt("shadow")
+    asks = asked_first(locked)
+    if asks is not None:
+        return asks, Halt("asked-first")
     if locked.cancel_requested and locked.own_effect not in UNRESOLVED:
         return _stop(locked, Reason.CANCELLED), Halt("cancelled")
     if locked.cancel_requested or state.status is not _S.EXECUTING:
@@ -425,8 +427,6 @@ def dispatch(
             lacks: dict[str, Json] = {"problem": f"how {effect.tool} is undone was not recorded"}
             turn = machine.stop(state, Reason.HANDOFF_REQUIRED, locked.view(), lacks)
             return settle_turn(turn, effect), Halt("unrecorded")
-    if locked.rewind is not None and may_be_forgotten(effect, locked.rewind):
-        return _asked_first(locked, effect, locked.rewind), Halt("asked-first")
     if locked.left_ms <= 0:
         return spent(locked, Reason.DEADLINE_EXHAUSTED), Halt("deadline")
     refused = command.unusable(
@@ -476,21 +476,19 @@ def dispatch(
     return ruling, Go(sent, deadline_at)
 
 
-def rewound(locked: Locked, rewind: Rewind) -> Ruling | None:
-    """Ask about a write that a run is about to send, before any limit of the run can end it: the
-    ledger was set back, and the write may have been sent. None where it is about to send none.
+def asked_first(locked: Locked) -> Ruling | None:
+    """Ask about a write that a run is about to send, before it is sent, and before anything ends
+    the run: the ledger was set back, and the write may have been sent. Its service is asked, as
+    after any doubtful attempt. None where the run is about to send none, or that is known.
     """
-    state, effect = locked.state, locked.effect
-    resting = state.status in (_S.RUNNING, _S.EXECUTING) and not locked.lease_live
-    if not resting or effect is None or locked.own_effect is None or locked.undoing is not None:
+    effect, rewind = locked.effect, locked.rewind
+    if effect is None or rewind is None or locked.undoing is not None:
         return None
-    if not _rests_on(state, effect) or not may_be_forgotten(effect, rewind):
+    about_to = locked.state.status in (_S.RUNNING, _S.EXECUTING, _S.CANCELLING)
+    if not about_to or not locked.current or not _rests_on(locked.state, effect):
         return None
-    return _asked_first(locked, effect, rewind)
-
-
-def _asked_first(locked: Locked, effect: Effect, rewind: Rewind) -> Ruling:
-    """Nothing is sent: the service is asked whether it was, as after any doubtful attempt."""
+    if not may_be_forgotten(effect, rewind):
+        return None
     locked = _without_its_holder(locked)
     doubtful = perhaps_sent(effect, rewind, run_id=locked.state.run_id, now=locked.now)
     trigger = Trigger.WORKER_LOST
@@ -881,6 +879,9 @@ def cancel(locked: Locked) -> Ruling | None:
     if in_flight or state.status is _S.AWAITING_BRANCHES:
         state = machine.moved(state, _E.CANCEL_IN_FLIGHT, events)
         return Ruling(state=state, events=tuple(events), wish=True, lease="keep")
+    asks = asked_first(locked)
+    if asks is not None:
+        return replace(asks, events=(*events, *asks.events), wish=True)
     stopped = _stop(_without_its_holder(locked), Reason.CANCELLED, before=events)
     return replace(stopped, wish=True)
 
@@ -898,8 +899,13 @@ def wake(locked: Locked, *, max_attempts: int, max_stall_ms: int | None) -> Ruli
         return None
     if state.status is _S.HANDED_OFF:
         return Ruling(state=state, lease="keep", escalates=True)
+    if locked.lease_live:
+        return None
+    asks = asked_first(locked)
+    if asks is not None:
+        return asks
     if locked.lease_until is not None:
-        return None if locked.lease_live else _lease_lost(locked, max_attempts)
+        return _lease_lost(locked, max_attempts)
     match state.status:
         case _S.AWAITING_APPROVAL | _S.AWAITING_INPUT:
             return _parked_too_long(locked)
@@ -1469,7 +1475,7 @@ def _doubt_event(locked: Locked, effect: Effect, trigger: Trigger) -> TraceEvent
         "trigger": trigger.value,
         "recovery": "query" if effect.terms.can_query else "human",
     }
-    if effect.rewind is not None and effect.dispatcher is None:
+    if effect.perhaps_forgotten:
         detail["rewind"] = effect.rewind
     return TraceEvent(trace.RECONCILIATION_REQUIRED, locked.state.step, detail)
 
@@ -1665,7 +1671,7 @@ def _shown(effect: Effect) -> dict[str, Json]:
         "trigger": effect.trigger.value if effect.trigger else None,
         "evidence": effect.evidence,
     }
-    if effect.rewind is not None and effect.dispatcher is None:
+    if effect.perhaps_forgotten:
         shown["perhaps_sent_before"] = f"the ledger was set back (rewind {effect.rewind})"
     if effect.compensation is not None:
         shown["original"] = effect.compensation.original
@@ -1769,6 +1775,9 @@ def spent(locked: Locked, reason: Reason) -> Ruling:
     if locked.own_effect is EffectStatus.UNKNOWN:
         assert locked.effect is not None
         return _unknown_again(locked, locked.effect)
+    asks = asked_first(locked)
+    if asks is not None:
+        return asks
     told = locked.state.told
     if isinstance(told, Resolved):  # nobody has taken up what was proved: the stop refers to it
         return _stop(locked, reason, proved=told.evidence)

@@ -30,6 +30,7 @@ from handrail.agent.effects import (
     answer_to_json,
     believed_absent,
     first_query_at,
+    may_be_forgotten,
     may_send,
 )
 from handrail.agent.people import Act, AuditEntry, says_something
@@ -213,8 +214,17 @@ def _of_no_doubt(locked: Locked, max_stall_ms: int | None) -> list[Choice]:
             wants_evidence=True,
         ),
         _resumed(locked, "The run goes on with what it was about to do", nothing),
-        *_given_up("Nothing was sent that could still take effect."),
+        *_given_up_unsent(locked),
     ]
+
+
+def _given_up_unsent(locked: Locked) -> list[Choice]:
+    """What a run comes to that has sent nothing; unless the ledger may have forgotten it."""
+    effect, rewind = locked.effect, locked.rewind
+    if rewind is None or (effect is not None and not may_be_forgotten(effect, rewind)):
+        return _given_up("Nothing was sent that could still take effect.")
+    forgotten = "The ledger was set back: what was sent in the lost time it does not know."
+    return [replace(choice, wants_evidence=True) for choice in _given_up(forgotten)]
 
 
 def _of_elsewhere(locked: Locked, max_stall_ms: int | None) -> list[Choice]:
@@ -657,7 +667,9 @@ def _goes_on(locked: Locked, decision: Decision, effect: Effect | None) -> Rulin
     if joins:
         assert effect is not None
         evidence = effect.evidence or f"effect:{effect.id}"
-        state = replace(state, told=told_of(effect.result, evidence))
+        # As after any proof, the call that was kept for undoing it is free.
+        left = state.left.without_compensation()
+        state = replace(state, left=left, told=told_of(effect.result, evidence))
     return Ruling(
         state=state,
         events=tuple(events),

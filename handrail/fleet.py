@@ -633,23 +633,26 @@ class Fleet:
         To be said before workers start on it. Until it is cleared, a write that may have been sent
         in the lost time is not sent before its service was asked, under the rules by which every
         doubt is resolved. `lost_from` is the backup's latest moment, in milliseconds since the
-        epoch; where it is not given the ledger's own latest moment counts, which it must still
-        know: nobody may have worked on it since. Raises `FleetAtWork`, `InvalidMoment`,
-        `NotAllowed`.
+        epoch; where it is not given, the last sign of life of a worker or a sweep that the ledger
+        holds: nobody may have been at work since it was restored. Raises `FleetAtWork`,
+        `InvalidMoment`, `NotAllowed`.
         """
         who = self._acting(by, Act.REWOUND, Scope.FLEET, "")
         why = words_of_person("reason", reason)
         entry = AuditEntry.by(who, Act.REWOUND, "ledger", tenant=None, reason=why)
         return self.ledger.rewinds.mark(entry, lost_from=lost_from)
 
-    def ledger_cleared(self, *, reason: str, by: Principal | str = "operator") -> Sequence[int]:
-        """Say that nothing which the ledger has lost can be sent again; what is in doubt stays so.
-        Returns the numbers of the rewinds that were open. Raises `NotAllowed`.
+    def ledger_cleared(
+        self, *, reason: str, by: Principal | str = "operator", force: bool = False
+    ) -> Sequence[int]:
+        """Say that nothing which the ledger has lost can be sent again. Returns the numbers of the
+        rewinds that were open. Raises `NotAllowed`, and `NotSettled` while runs from before them
+        have not ended or doubts about the lost time are open, unless `force`.
         """
         who = self._acting(by, Act.CLEARED, Scope.FLEET, "")
         why = words_of_person("reason", reason)
         entry = AuditEntry.by(who, Act.CLEARED, "ledger", tenant=None, reason=why)
-        return self.ledger.rewinds.clear(entry)
+        return self.ledger.rewinds.clear(entry, force=force)
 
     def _acting(self, by: Principal | str, act: Act, scope: Scope, name: str) -> Principal:
         """Who does something to the fleet itself: an operator; who has to do with some tenants

@@ -141,6 +141,24 @@ class FleetAtWork(BadInput):
 
 
 @dataclass(eq=False)
+class NotSettled(BadInput):
+    """What a ledger that was set back has forgotten may be sent yet."""
+
+    code: ClassVar[str] = "not-settled"
+    older_runs: int
+    with_people: int
+    doubts: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.older_runs} runs from before it have not ended, {self.with_people} of them wait"
+            f" for a person, and {self.doubts} writes are in doubt: let them end, and see `handrail"
+            " ledger status`; or, if you know that none of them has sent anything in the lost time,"
+            " say --force"
+        )
+
+
+@dataclass(eq=False)
 class InvalidMoment(BadInput):
     """The moment from which on a ledger has lost what it knew cannot be right."""
 

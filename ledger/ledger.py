@@ -68,7 +68,7 @@ from handrail.ledger.errors import (
     UnknownRun,
 )
 from handrail.ledger.people import People, append_audit, last_act, was_written
-from handrail.ledger.rewinds import Rewinds
+from handrail.ledger.rewinds import Rewinds, lost_in
 from handrail.ledger.rows import (
     Row,
     approval_of,
@@ -827,6 +827,7 @@ class Ledger:
             handoff=handoff,
             known=known,
             kept=self._kept_report(tx, row, effect),
+            rewind=None if row["rewind"] is None else lost_in(tx.run(statements.LOST, {})),
         )
         return locked, row
 
@@ -949,7 +950,8 @@ class Ledger:
         most = self.max_open_unknowns
         crowded = most > 0 and found["doubtful"] >= most
         flooded = bool(self.max_open_handoffs) and found["open"] >= self.max_open_handoffs
-        rewind = None if found["rewind"] is None else Rewind(**tx.run(statements.LOST, {})[0])
+        # Read once more: since the run was locked, it may have been set back.
+        rewind = None if found["rewind"] is None else lost_in(tx.run(statements.LOST, {}))
         return replace(
             locked, paused=found["paused"], crowded=crowded, flooded=flooded, rewind=rewind
         )
@@ -1693,6 +1695,10 @@ class Ledger:
             )
         )
         return effect_of(rows[0]) if rows else None
+
+    def lost(self) -> Rewind | None:
+        """What the ledger has lost, where it was set back and that is not cleared."""
+        return lost_in(again(lambda: self.database.run(statements.LOST, {})))
 
     def evidence(self, effect_id: str) -> list[dict[str, Any]]:
         """Read what was learned about an effect, in order."""

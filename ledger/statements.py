@@ -140,6 +140,10 @@ def claim(postgres: bool) -> str:
             {d.outputs} AS outputs, {d.allowances} AS allowances"""
 
 
+#: The latest time that the ledger was set back, where that is not cleared.
+_REWIND: Final = "(SELECT max(number) FROM handrail_rewind WHERE cleared_at IS NULL)"
+
+
 @lru_cache(maxsize=2)
 def read_run(postgres: bool, *, lock: bool = True) -> str:
     """Read one run with its window of observations and its outputs, and lock its row.
@@ -150,7 +154,7 @@ def read_run(postgres: bool, *, lock: bool = True) -> str:
     now = PG_NOW if postgres else ":now"
     return f"""
         SELECT {RUN}, {now} AS now, {d.observations} AS observations, {d.outputs} AS outputs,
-            {d.allowances} AS allowances
+            {d.allowances} AS allowances, {_REWIND} AS rewind
         FROM (SELECT * FROM handrail_run WHERE id = :id {d.lock if lock else ""}) AS r"""
 
 
@@ -360,7 +364,7 @@ def give_back(postgres: bool) -> str:
 #: What keeps a write from being dispatched: the widest pause that it is under, how much of its tool
 #: is in doubt, and how much of its subject is with people, counted no further than it matters; and
 #: whether the ledger was set back.
-PAUSED: Final = """
+PAUSED: Final = f"""
     SELECT (SELECT scope || ':' || name FROM handrail_pause
             WHERE (scope = 'fleet' AND name = '') OR (scope = 'tenant' AND name = :tenant)
                 OR (scope = 'workflow' AND name = :workflow) OR (scope = 'tool' AND name = :tool)
@@ -371,7 +375,7 @@ PAUSED: Final = """
             WHERE tool = :tool AND unknown_since IS NOT NULL LIMIT :most) AS doubts) AS doubtful,
         (SELECT count(*) FROM (SELECT 1 FROM handrail_handoff WHERE tenant = :tenant
             AND subject = :subject AND status = 'open' LIMIT :most_open) AS matters) AS open,
-        (SELECT max(number) FROM handrail_rewind WHERE cleared_at IS NULL) AS rewind"""
+        {_REWIND} AS rewind"""
 #: What the ledger has lost, in all the times that it was set back and not cleared.
 LOST: Final = """
     SELECT max(number) AS number, min(lost_from) AS lost_from, max(lost_until) AS lost_until

@@ -248,6 +248,14 @@ class EffectRow(Table, table=True):
             postgresql_where=text("unknown_since IS NOT NULL"),
             sqlite_where=text("unknown_since IS NOT NULL"),
         ),
+        # What was asked about under a mark is few among all effects.
+        Index(
+            "handrail_effect_rewind",
+            "rewind",
+            "status",
+            postgresql_where=text("rewind IS NOT NULL"),
+            sqlite_where=text("rewind IS NOT NULL"),
+        ),
     )
 
     id: str = _text(key=True)

@@ -26,6 +26,7 @@ from handrail.agent.effects import (
     Doubt,
     EffectStatus,
     Terms,
+    may_be_forgotten,
     upstream_key,
 )
 from handrail.agent.loop import observation_of
@@ -332,7 +333,10 @@ class _Step:
         if state.mode is Mode.SHADOW:
             return False
         command = machine.write_due(self.workflow, state, self.view(state))
-        effect = self.ledger.find_effect(upstream_key(state.tenant, command.intent_key or ""))
+        effect_id = upstream_key(state.tenant, command.intent_key or "")
+        if self._may_be_forgotten(effect_id):
+            return True
+        effect = self.ledger.find_effect(effect_id)
         if effect is None or effect.arguments_hash != command.arguments_hash:
             return False
         return effect.status not in _NOT_MADE
@@ -645,10 +649,11 @@ class _Step:
         undo = tool.compensation
         if undo is None:
             return told, None
-        record = CompensationRecord(undo.tool.name, undo.tool.calls)
+        reads = undo.original is not None
+        record = CompensationRecord(undo.tool.name, undo.tool.calls, read=reads)
         if undo.original is None:
             return told, record
-        if not self._may_be_planned(effect_id):
+        if self._may_be_forgotten(effect_id) or not self._may_be_planned(effect_id):
             return told, None
         told = await self._paid_call(told)
         state = told.turn.state
@@ -673,6 +678,16 @@ class _Step:
         detail: dict[str, Json] = {"tool": tool.name, "effect": effect_id}
         self.events.append(TraceEvent(trace.ORIGINAL_READ, state.step, detail))
         return told, replace(record, original=original)
+
+    def _may_be_forgotten(self, effect_id: str) -> bool:
+        """Whether the ledger was set back, and the write may have been sent in the lost time: then
+        its dispatch asks the service first, and what is asked or read before that proves nothing.
+        """
+        rewind = self.ledger.lost()
+        if rewind is None:
+            return False
+        found = self.ledger.find_effect(effect_id)
+        return found is None or may_be_forgotten(found, rewind)
 
     def _may_be_planned(self, effect_id: str) -> bool:
         """Whether nothing of an intent can be there yet, and this run has not recorded it for the
@@ -940,7 +955,7 @@ class _Step:
         def decide(locked: Locked) -> Ruling | None:
             if not self._mine(locked) or not locked.cancel_requested:
                 return None
-            return self._under_wish(told, locked)
+            return protocol.asked_first(locked) or self._under_wish(told, locked)
 
         done = self.ledger.rule(self.claim.run_id, decide, output_bytes=self.output_bytes)
         if done.ruling is None:

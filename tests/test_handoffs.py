@@ -347,6 +347,19 @@ def test_resumed_goes_on_behind_the_write(world: World) -> None:
     assert world.effect("save:1")["status"] == "applied"
 
 
+def test_once_a_person_has_proved_it_no_call_is_kept_for_undoing_it(world: World) -> None:
+    tool = world.compensable_tool(key_valid_for_ms=0, query=False, guarantee="transaction")
+    world.workflow(tool, plan=[save(id=1)])
+    run = world.start()
+    world.service.script = ["dropped"]
+    world.drive(run)
+    assert world.row(run)["compensations_reserved"] == 1
+    resolve(world, run, "resumed", evidence="bank statement 12")
+
+    assert world.drive(run).status == "completed"
+    assert world.row(run)["compensations_reserved"] == 0
+
+
 def test_a_run_without_time_goes_on_with_what_a_person_grants(world: World) -> None:
     run = handed_off(world)
     world.rows("UPDATE handrail_run SET remaining_ms = 0 WHERE id = :id RETURNING id", id=run)

@@ -167,6 +167,21 @@ def _lines(definition: str) -> list[str]:
 # Up and down
 
 
+def test_what_marks_it_as_set_back_is_not_dropped_while_it_counts(
+    url: str, database: Database
+) -> None:
+    upgrade(url)
+    database.run(
+        "INSERT INTO handrail_rewind (number, lost_from, lost_until, reason, marked_by)"
+        " VALUES (1, 1, 2, 'restored', 'olga')",
+        {},
+    )
+    with pytest.raises(RuntimeError, match="clear that first"):
+        downgrade(url)
+    database.run("UPDATE handrail_rewind SET cleared_at = 3, cleared_by = 'olga'", {})
+    assert downgrade(url) is None
+
+
 def test_up_down_and_up_again_leaves_what_the_first_way_up_built(
     url: str, database: Database
 ) -> None:

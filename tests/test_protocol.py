@@ -313,6 +313,11 @@ def test_a_write_whose_precondition_was_left_out_is_not_sent_once_it_is_certain_
     assert ruling.effect is None
 
 
+def test_a_run_without_an_effect_sends_nothing() -> None:
+    """The ledger was set back between its plan and its dispatch."""
+    assert dispatched(locked(effect=None)) == (None, Halt("not-mine"))
+
+
 def test_a_doubt_is_sent_again_without_its_precondition() -> None:
     _, go = dispatched(locked(effect=effect(E.UNKNOWN)), unasked=True)
 

@@ -14,10 +14,14 @@ import pytest
 
 from handrail.agent.budget import Budget
 from handrail.agent.effects import EffectStatus, Rewind, may_be_forgotten
+from handrail.agent.fixed import HandOff
 from handrail.agent.people import NotAllowed
+from handrail.agent.resolution import Resolution, ResolutionRefused
+from handrail.agent.stage import Checked
 from handrail.canonical import Json
 from handrail.ledger import schema
-from handrail.ledger.errors import FleetAtWork, InvalidMoment, NotMigrated
+from handrail.ledger.errors import FleetAtWork, InvalidMoment, NotMigrated, NotSettled
+from handrail.ledger.rewinds import STILL_COUNTS_MS
 from handrail.ledger.schema import HEAD
 from handrail.ledger.session import Session
 from handrail.tasks.calls import ToolCall
@@ -25,7 +29,10 @@ from handrail.testing.services import EmbeddedPostgres
 from tests.live import complete, deployed
 from tests.live import save as live_save
 from tests.test_cli import Project, migrated, project
+from tests.test_handoffs import matter, refused, resolve
 from tests.test_protocol import effect
+from tests.test_replanning import Shop, payments
+from tests.test_to_a_person import judged_by
 from tests.world import (
     _TABLES,
     KINDS,
@@ -306,6 +313,22 @@ def test_how_it_is_undone_is_not_read_from_what_it_has_made(world: World) -> Non
     assert world.service.performed == [f"save:{run}"]
 
 
+def test_a_state_that_was_read_before_the_mark_is_not_believed(world: World) -> None:
+    """Whoever was at work on the restored ledger before it was marked may have read too late."""
+    world.workflow(
+        world.compensable_tool(original=lambda arguments, call: {"was": 1}),
+        plan=[save_for_goal],
+        budget=PATIENT,
+    )
+    run = world.start()
+    dies = Outside(when=lambda place: place == "after checkpoint")
+    dies.then = dies.die
+    world.step(run, outside=dies)
+    assert json.loads(world.effect(f"save:{run}")["compensation"])["original"] == {"was": 1}
+    rewound(world)
+    assert world.effect(f"save:{run}")["compensation"] is None
+
+
 def test_a_state_that_was_not_changed_is_read_anew(world: World) -> None:
     read: list[int] = []
 
@@ -318,8 +341,219 @@ def test_a_state_that_was_not_changed_is_read_anew(world: World) -> None:
     run = world.start()
 
     assert world.drive(run).status == "completed"
-    assert world.service.performed == [f"save:{run}"] and len(read) == 2
+    assert world.service.performed == [f"save:{run}"]
+    assert len(read) == 1, "before it was certain that nothing was made, a look proved nothing"
+    assert world.used(run)["tool_calls"] == 2, "the look and the write"
     assert json.loads(world.effect(f"save:{run}")["compensation"])["original"] == {"was": 1}
+
+
+def test_how_it_is_undone_stays_known_where_nothing_has_to_be_read(world: World) -> None:
+    world.workflow(world.compensable_tool(), plan=[save_for_goal], budget=PATIENT)
+    run = world.start()
+    taken = backup(world)
+    world.drive(run)
+    restore(world, taken)
+    world.advance(HOUR)
+    rewound(world)
+    world.step(run)
+    assert world.row(run)["status"] == "reconciling"
+    world.fleet.cancel(run)
+
+    assert world.drive(run).status == "compensated"
+    assert world.service.performed == [f"save:{run}", f"undo:{run}"]
+
+
+# ---- what is asked before a write ----------------------------------------------------------------
+
+
+@pytest.fixture
+def shop(world: World) -> Shop:
+    shop = Shop(world)
+    options = {"precondition": unpaid(shop)}
+    payments(shop, commit=options, approval="never", key_valid_for_ms=0, guarantee="transaction")
+    return shop
+
+
+def unpaid(shop: Shop) -> Callable[..., Checked]:
+    """A precondition that the write itself ends."""
+
+    def check(claim: Any, call: ToolCall) -> Checked:
+        shop.asked += 1
+        return Checked(not shop.paid)
+
+    return check
+
+
+def test_its_precondition_is_not_asked_of_what_it_may_have_made(shop: Shop) -> None:
+    """It would say no, for what the write itself has done: its run would end as failed."""
+    world = shop.world
+    run = world.start("pay")
+    taken = backup(world)
+    assert world.drive(run).status == "completed" and shop.asked == 1
+    restore(world, taken)
+    world.advance(300 * SECOND)
+    rewound(world)
+
+    assert world.drive(run).status == "completed"
+    assert (shop.paid, shop.asked) == ([100], 1)
+
+
+def test_its_precondition_is_asked_once_it_is_certain_that_nothing_was_made(shop: Shop) -> None:
+    world = shop.world
+    rewound(world)
+    run = world.start("pay")
+    assert world.drive(run).status == "completed"
+    assert (shop.paid, shop.asked) == ([100], 1)
+
+
+# ---- nothing ends a run over what it may have sent -----------------------------------------------
+
+
+def made_and_forgotten(world: World) -> str:
+    """A new run of what was made in the lost time."""
+    world.workflow(world.write_tool(), plan=[save(id=1)], budget=PATIENT)
+    taken = backup(world)
+    world.drive(world.start(run_id="lost"))
+    restore(world, taken)
+    world.advance(HOUR)
+    rewound(world)
+    return world.start(run_id="again")
+
+
+def planned_and_dead(world: World) -> str:
+    """It is planned, and its worker has died before the dispatch."""
+    run = made_and_forgotten(world)
+    dies = Outside(when=lambda place: place == "after checkpoint")
+    dies.then = dies.die
+    world.step(run, outside=dies)
+    assert world.effect("save:1")["status"] == "planned"
+    return run
+
+
+def planned_and_given_back(world: World) -> str:
+    """It is planned, and its lease was given back before the dispatch."""
+    run = made_and_forgotten(world)
+    world.lock.away = True
+    world.step(run)
+    world.lock.away = False
+    assert world.effect("save:1")["status"] == "planned"
+    return run
+
+
+def ends_as_applied(world: World, run: str) -> None:
+    """Cancelled it is not: the write was made, and nothing undoes it."""
+    ended = world.drive(run)
+    assert (ended.status, ended.reason) == ("handed_off", "unknown-effect")
+    assert world.effect("save:1")["status"] == "applied"
+    assert world.service.performed == ["save:1"]
+
+
+def test_a_wish_while_nobody_has_the_run_is_no_proof(world: World) -> None:
+    run = planned_and_dead(world)
+    world.advance(60 * SECOND)
+    world.reconciler.sweep()
+    assert world.effect("save:1")["status"] == "unknown", "asked about as its lease is found lost"
+    world.fleet.cancel(run)
+    ends_as_applied(world, run)
+
+
+def test_a_wish_over_a_dead_worker_is_no_proof(world: World) -> None:
+    run = planned_and_dead(world)
+    world.fleet.cancel(run)
+    assert world.row(run)["status"] == "cancelling"
+    ends_as_applied(world, run)
+
+
+def test_a_wish_between_plan_and_dispatch_is_no_proof(world: World) -> None:
+    run = made_and_forgotten(world)
+    wished = Outside(
+        when=lambda place: place == "after checkpoint",
+        then=lambda: world.meanwhile(lambda: world.fleet.cancel(run)),
+    )
+    world.step(run, outside=wished)
+    assert world.row(run)["status"] == "reconciling"
+    ends_as_applied(world, run)
+
+
+def test_a_wish_while_redis_is_away_is_no_proof(world: World) -> None:
+    run = made_and_forgotten(world)
+    world.lock.away = True
+    wished = Outside(
+        when=lambda place: place == "after checkpoint",
+        then=lambda: world.meanwhile(lambda: world.fleet.cancel(run)),
+    )
+    world.step(run, outside=wished)
+    world.lock.away = False
+    ends_as_applied(world, run)
+
+
+def test_a_wish_at_rest_is_no_proof(world: World) -> None:
+    run = planned_and_given_back(world)
+    world.fleet.cancel(run)
+    assert world.row(run)["status"] == "reconciling"
+    ends_as_applied(world, run)
+
+
+def test_a_wish_during_the_next_claim_is_no_proof(world: World) -> None:
+    run = planned_and_given_back(world)
+    wished = Outside(
+        when=lambda place: place == "before checkpoint",
+        then=lambda: world.meanwhile(lambda: world.fleet.cancel(run)),
+    )
+    world.advance(10 * SECOND)
+    world.step(run, outside=wished)
+    assert world.row(run)["status"] == "reconciling"
+    ends_as_applied(world, run)
+
+
+@pytest.mark.parametrize("dead", [True, False], ids=["a dead worker", "at rest"])
+def test_a_deadline_is_no_proof(world: World, dead: bool) -> None:
+    run = planned_and_dead(world) if dead else planned_and_given_back(world)
+    world.advance(PATIENT.deadline_ms)
+    if not dead:
+        world.step(run)
+    ended = world.drive(run)
+    assert world.effect("save:1")["status"] == "applied"
+    assert ended.reason == "deadline-exhausted" and world.service.performed == ["save:1"]
+
+
+def test_a_run_whose_worker_is_alive_is_asked_about_at_once(world: World) -> None:
+    """It holds the lease of the backup, and is fenced off."""
+    world.workflow(world.write_tool(), plan=[save(id=1)], budget=PATIENT)
+    run = world.start()
+    taken: list[Backup] = []
+    outside = Outside(
+        when=lambda place: place == "after checkpoint", then=lambda: taken.append(backup(world))
+    )
+    world.step(run, outside=outside)
+    restore(world, taken[0])
+    assert world.row(run)["lease_until"] > world.clock.ms
+    rewound(world, lost_from=world.clock.ms)
+
+    assert world.row(run)["status"] == "reconciling"
+    assert world.drive(run).status == "completed" and world.service.performed == ["save:1"]
+
+
+def test_a_run_about_to_send_what_another_has_proved_absent_is_asked_about(world: World) -> None:
+    world.workflow(world.write_tool(), plan=[save(id=1)], budget=PATIENT)
+    first = world.start()
+    world.service.script = ["busy"]
+    world.step(first)
+    assert world.effect("save:1")["status"] == "absent"
+    second = world.start()
+    world.lock.away = True
+    world.step(second)
+    world.lock.away = False
+    assert world.row(second)["phase"] == "write" and world.effect("save:1")["owner_run_id"] == first
+    world.fleet.cancel(first)
+    taken = backup(world)
+    world.drive(second)
+    restore(world, taken)
+    world.advance(HOUR)
+    rewound(world)
+
+    assert world.row(second)["status"] == "reconciling"
+    assert world.drive(second).status == "completed" and world.service.performed == ["save:1"]
 
 
 # ---- doubts that were open -----------------------------------------------------------------------
@@ -339,6 +573,51 @@ def test_a_doubt_counts_no_absence_from_before_it(world: World) -> None:
     assert (effect["absences"], effect["queries_left"]) == (0, 8)
     assert effect["dispatch_deadline_at"] == rewind.lost_until + 5_000
     assert world.drive(run).status == "completed" and world.service.performed == ["save:1"]
+
+
+def test_a_refusal_says_nothing_of_attempts_that_are_forgotten(world: World) -> None:
+    """The sender of the backup has its own attempt's refusal; there may have been another."""
+    world.workflow(world.write_tool(), plan=[save(id=1)], budget=PATIENT)
+    run = world.start()
+    world.service.script = ["busy"]
+    marked = Outside(
+        when=lambda place: place == "before write tool",
+        then=lambda: world.meanwhile(lambda: rewound(world)),
+    )
+    world.step(run, outside=marked)
+
+    assert world.effect("save:1")["status"] == "unknown"
+    assert world.drive(run).status == "completed"
+    assert world.service.performed == ["save:1"]
+
+
+def test_a_doubt_that_a_person_has_waits_for_what_may_land_as_well(world: World) -> None:
+    tool = world.write_tool(key_valid_for_ms=0, query=False, guarantee="transaction")
+    world.workflow(tool, plan=[save(id=1)], budget=PATIENT)
+    run = world.start()
+    world.service.script = ["dropped"]
+    world.drive(run)
+    assert world.effect("save:1")["status"] == "handed_off"
+    world.advance(HOUR)
+    rewind = rewound(world)
+    effect = world.effect("save:1")
+    assert effect["dispatch_deadline_at"] == rewind.lost_until + 5_000
+    assert (effect["doubt"], effect["rewind"]) == ("unproven", None)
+    with pytest.raises(ResolutionRefused) as refused:
+        resolve(world, run, "failed", evidence="paper")
+    assert "it may still land" in refused.value.detail
+
+
+def test_a_run_that_a_person_gives_up_is_not_said_to_have_sent_nothing(world: World) -> None:
+    run = judged_by(world, lambda run: HandOff()).run_id
+    said = {one.resolution: one for one in matter(world, run).choices}
+    assert "Nothing was sent" in said[Resolution.CANCELLED].consequence
+    world.advance(HOUR)
+    rewound(world)
+    said = {one.resolution: one for one in matter(world, run).choices}
+    assert "in the lost time" in said[Resolution.CANCELLED].consequence
+    assert refused(world, run, "cancelled") == "evidence-needed"
+    resolve(world, run, "cancelled", evidence="the service has no record")
 
 
 # ---- who is still at work ------------------------------------------------------------------------
@@ -464,7 +743,10 @@ def test_the_command_says_what_is_lost_and_what_is_to_be_settled(migrated: Proje
 
 
 def test_the_command_wants_a_moment_that_it_can_read(migrated: Project) -> None:
-    for given in ("yesterday", "2026-11-30T09:14:00", "2999-01-01T00:00:00Z"):
+    for given in (
+        *("yesterday", "2026-11-30T09:14:00", "2999-01-01T00:00:00Z"),
+        *("0001-01-01T00:00:00+23:59", "9999-12-31T23:59:59-23:59", ""),
+    ):
         refused = migrated.refused(
             "ledger", "rewound", "--reason", "why", "--lost-from", given, code=2
         )
@@ -480,16 +762,31 @@ def test_the_command_wants_a_moment_that_it_can_read(migrated: Project) -> None:
 def test_it_says_what_is_lost_by_the_latest_moment_that_it_knows(world: World) -> None:
     world.workflow(world.write_tool(), plan=[save(id=1)], budget=PATIENT)
     world.advance(7 * SECOND)
+    world.ledger.beat("sweep", kind="sweep")
+    world.advance(SECOND)
     world.start()
     world.advance(HOUR)
+    world.start()  # a web process that has gone on since it was restored
+    world.advance(SECOND)
     rewind = rewound(world)
 
     assert rewind == Rewind(
-        number=1, lost_from=START_MS + 7 * SECOND, lost_until=START_MS + 7 * SECOND + HOUR
+        number=1, lost_from=START_MS + 7 * SECOND, lost_until=START_MS + 9 * SECOND + HOUR
     )
     [listed] = world.ledger.rewinds.listed()
     assert (listed.rewind, listed.reason, listed.marked_by) == (rewind, "restored", "olga")
-    assert (listed.is_open, listed.older_runs, listed.asked) == (True, 1, {})
+    assert (listed.is_open, listed.older_runs, listed.asked) == (True, 2, {})
+
+
+def test_without_any_sign_of_life_everything_that_was_begun_may_be_lost(world: World) -> None:
+    assert rewound(world).lost_from == 1
+    world.fleet.ledger_cleared(reason="a rehearsal", by="olga")
+    world.advance(STILL_COUNTS_MS + 1)
+    world.control.run("DELETE FROM handrail_audit", {})
+    world.start(world.workflow(world.read_tool()))
+    world.advance(SECOND)
+    world.start()
+    assert rewound(world).lost_from == world.clock.ms - SECOND
 
 
 def test_a_fleet_at_work_has_to_say_since_when(world: World) -> None:
@@ -507,6 +804,52 @@ def test_a_fleet_at_work_has_to_say_since_when(world: World) -> None:
     assert rewound(world, lost_from=START_MS + SECOND).lost_from == START_MS + SECOND
     world.advance(HOUR)
     assert rewound(world).lost_from == START_MS + SECOND
+
+
+def test_a_mark_that_was_cleared_too_early_counts_for_the_next(world: World) -> None:
+    world.ledger.beat("sweep", kind="sweep")
+    world.advance(HOUR)
+    first = rewound(world)
+    world.fleet.ledger_cleared(reason="too early", by="olga")
+    world.ledger.beat("sweep", kind="sweep")
+    world.advance(HOUR)
+    assert rewound(world).lost_from == first.lost_from
+    world.fleet.ledger_cleared(reason="done", by="olga")
+    world.advance(STILL_COUNTS_MS + 1)
+    assert rewound(world).lost_from == START_MS + HOUR
+
+
+def test_it_is_not_cleared_over_what_is_not_settled(world: World) -> None:
+    world.workflow(
+        world.write_tool(key_valid_for_ms=0, query=False, guarantee="transaction"),
+        plan=[save(id=1)],
+        budget=PATIENT,
+    )
+    waits, asks = world.start(), world.start()
+    world.advance(HOUR)
+    rewound(world)
+    world.drive(asks)
+    [listed] = world.ledger.rewinds.listed()
+    assert (listed.older_runs, listed.with_people, listed.doubts) == (2, 1, 1)
+    assert listed.asked == {"handed_off": 1}
+
+    with pytest.raises(NotSettled, match="2 runs from before it have not ended, 1 of them") as bad:
+        world.fleet.ledger_cleared(reason="done", by="olga")
+    assert (bad.value.code, bad.value.doubts) == ("not-settled", 1)
+    world.fleet.cancel(waits)
+    with pytest.raises(NotSettled):
+        world.fleet.ledger_cleared(reason="done", by="olga")
+    world.advance(HOUR)
+    resolve(world, asks, "cancelled", evidence="paper")
+    assert world.ledger.rewinds.listed()[0].older_runs == 0
+    assert world.fleet.ledger_cleared(reason="done", by="olga") == [1]
+
+
+def test_it_is_cleared_by_force_where_a_person_knows_better(world: World) -> None:
+    world.workflow(world.read_tool(), plan=[])
+    world.start()
+    rewound(world)
+    assert world.fleet.ledger_cleared(reason="a rehearsal", by="olga", force=True) == [1]
 
 
 def test_once_cleared_nothing_new_is_asked_about(world: World) -> None:

@@ -154,7 +154,7 @@ FLEET_ACTS: Final[Mapping[str, Callable[[Fleet, Principal, Matters, str], object
 #: What is about the whole fleet, and done by nobody who has to do with some tenants alone.
 WHOLE_ACTS: Final[Mapping[str, Callable[[Fleet, Principal, Matters, str], object]]] = {
     "ledger_rewound": lambda f, who, m, t: f.ledger_rewound(reason="x", by=who),
-    "ledger_cleared": lambda f, who, m, t: f.ledger_cleared(reason="x", by=who),
+    "ledger_cleared": lambda f, who, m, t: f.ledger_cleared(reason="x", by=who, force=True),
 }
 #: What lists, each with how its entries say whose they are.
 LISTS: Final[Mapping[str, Callable[[Fleet, Principal, Mapping[str, Any]], list[str]]]] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Annotated
 
 import typer
@@ -28,8 +28,8 @@ def rewound(
         str | None,
         typer.Option(
             metavar="TIME",
-            help="The backup's latest moment, as in 2026-11-30T09:14:00Z; where workers have been"
-            " at work since.",
+            help="The backup's latest moment, as in 2026-11-30T09:14:00Z; by itself, the last sign"
+            " of life of a worker.",
         ),
     ] = None,
     by: By = None,
@@ -56,10 +56,18 @@ def rewound(
 
 @ledger.command()
 def cleared(
-    reason: Why, by: By = None, fleet_name: FleetName = None, as_json: AsJson = False
+    reason: Why,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Although runs from before it, or doubts, are not settled."),
+    ] = False,
+    by: By = None,
+    fleet_name: FleetName = None,
+    as_json: AsJson = False,
 ) -> None:
     """Say that nothing the ledger has lost can be sent again: new writes are sent unasked."""
-    numbers = for_reading(load_or_plain(fleet_name)).ledger_cleared(reason=reason, by=me(by))
+    fleet = for_reading(load_or_plain(fleet_name))
+    numbers = fleet.ledger_cleared(reason=reason, by=me(by), force=force)
     if as_json:
         say_json({"cleared": list(numbers)})
     elif numbers:
@@ -89,18 +97,20 @@ def _told(one: Marked) -> None:
     _asked(one)
     if not one.is_open:
         return
-    if one.older_runs or one.asked.get("unknown"):
+    if one.older_runs or one.doubts:
         note("keep it open: runs from before it, or doubts, are not settled yet")
     else:
         note(
-            "no run from before it is under way. Clear it once nobody enqueues again what was"
+            "all runs from before it have ended. Clear it once nobody enqueues again what was"
             f" enqueued in the lost time: {command('ledger', 'cleared', '--reason', '...')}"
         )
 
 
 def _asked(one: Marked) -> None:
     counts = ", ".join(f"{count} {status}" for status, count in one.asked.items())
-    say(f"  asked about: {counts or 'nothing yet'}; older runs under way: {one.older_runs}")
+    say(f"  asked about: {counts or 'nothing yet'}")
+    if one.is_open:
+        say(f"  older runs that have not ended: {one.older_runs}, {one.with_people} with people")
 
 
 def _moment(text: str) -> int:
@@ -110,4 +120,4 @@ def _moment(text: str) -> int:
         raise InvalidMoment(f"{text!r} is no time: write it as 2026-11-30T09:14:00Z") from None
     if read.tzinfo is None:
         raise InvalidMoment(f"{text!r} has no time zone: add Z for UTC")
-    return int(read.astimezone(UTC).timestamp() * 1000)
+    return int(read.timestamp() * 1000)

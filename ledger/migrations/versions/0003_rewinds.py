@@ -39,9 +39,20 @@ def upgrade() -> None:
         ),
     )
     op.add_column("handrail_effect", number("rewind", null=True))
+    op.create_index(
+        "handrail_effect_rewind",
+        "handrail_effect",
+        ["rewind", "status"],
+        postgresql_where=sa.text("rewind IS NOT NULL"),
+        sqlite_where=sa.text("rewind IS NOT NULL"),
+    )
 
 
 def downgrade() -> None:
-    """Drop them."""
+    """Drop them, unless that would send again what may have been sent."""
+    marked = sa.text("SELECT count(*) FROM handrail_rewind WHERE cleared_at IS NULL")
+    if op.get_bind().execute(marked).scalar():
+        raise RuntimeError("the ledger is marked as set back: clear that first (ledger cleared)")
+    op.drop_index("handrail_effect_rewind", "handrail_effect")
     op.drop_column("handrail_effect", "rewind")
     op.drop_table("handrail_rewind")
