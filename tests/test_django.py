@@ -312,6 +312,19 @@ def test_the_address_of_a_database_says_what_django_s_settings_say(
     assert {name: getattr(found, name) for name in fields} == fields
 
 
+def test_a_file_that_no_address_can_name_is_said_so() -> None:
+    from django.db.backends.sqlite3.base import DatabaseWrapper
+    from sqlalchemy.engine import make_url
+
+    from handrail.integrations.django.conf import url_of
+
+    for name in ("/data/shop.db", "/data/our shop#1 100%.db"):
+        assert make_url(url_of(DatabaseWrapper({"NAME": name}))).database == name
+    for name in ("/data/what?.db", "/data/a%20b.db"):
+        with pytest.raises(InvalidSettings, match="cannot be written as an address"):
+            url_of(DatabaseWrapper({"NAME": name}))
+
+
 # ---- workers -------------------------------------------------------------------------------------
 
 

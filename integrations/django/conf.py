@@ -25,6 +25,7 @@ from handrail.settings import InvalidSettings, Settings
 ALIAS: Final = "DATABASE"
 #: The name of a database that means itself in an address; an empty one is none.
 _PLAIN: Final = re.compile(r"[\w.-]*\Z")
+_ESCAPES: Final = re.compile(r"[?]|%[0-9A-Fa-f]{2}")
 #: What libpq understands of a database's OPTIONS; the rest is Django's own.
 _LIBPQ: Final = frozenset(
     {
@@ -89,7 +90,16 @@ def url_of(connection: BaseDatabaseWrapper) -> str:
         name = str(options["NAME"])
         if connection.is_in_memory_db():  # type: ignore[attr-defined]  # SQLite's has it
             return "sqlite://"
-        return f"sqlite:///{Path(name).absolute()}"
+        path = Path(name).absolute()
+        if _ESCAPES.search(str(path)):  # how that is read has changed between releases
+            raise InvalidSettings(
+                (
+                    f"HANDRAIL: the path {str(path)!r} cannot be written as an address: move the"
+                    " file to one without ? and %, or name the ledger's own database with"
+                    " HANDRAIL['DATABASE_URL']",
+                )
+            )
+        return f"sqlite:///{path}"
     if connection.vendor != "postgresql":
         raise InvalidSettings(
             (
