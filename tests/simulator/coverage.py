@@ -6,10 +6,9 @@ A search that reaches too little proves too little: a cell that nothing ever str
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from tests.simulator.faults import STRIKES, sides_of
+from tests.simulator.faults import IN_TURN, STRIKES
 from tests.simulator.points import CELLS, POINTS, SIDES, Point, cell_name
 
 
@@ -45,9 +44,9 @@ class Tally:
     def missing(self) -> list[str]:
         """The cells that nothing struck, of those that something can strike."""
         return [
-            f"{what} {cell_name(cell)}"
-            for what, cell in _all_cells()
-            if not self.strikes[what, cell]
+            f"{what} {cell_name(point.base + side)}"
+            for what, point, side in IN_TURN
+            if not self.strikes[what, point.base + side]
         ]
 
     def table(self) -> str:
@@ -61,12 +60,3 @@ class Tally:
                 name = point.name if side == point.sides[0] else ""
                 lines.append(f"{name:<16}{SIDES[side]:<11}{self.passed[cell]:>9}{counts}")
         return "\n".join(lines)
-
-
-def _all_cells() -> Iterator[tuple[str, int]]:
-    for point in POINTS:
-        for side in point.sides:
-            yield "die", point.base + side
-        for what in ("stall", "lose"):
-            for side in sides_of(what, point):
-                yield what, point.base + side

@@ -8,7 +8,7 @@ draws the order of events from the same seed as it goes.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -313,9 +313,14 @@ THEMES: Final[Mapping[str, Theme]] = {
     "deaths": Theme(3, strikes={"die": 1}),
     "lost answers": Theme(5, strikes={"lose": 1}),
     "undoing": Theme(
-        4,
+        8,
         kinds=("undoable", "undoable_unkeyed"),
-        points=(*_UNDOING, *_UNDOING, points.UNDO_WAITS, points.WAKE, points.LOOK, points.VERDICT),
+        points=(
+            *(points.UNDO_PLAN,) * 4,
+            *(points.UNDO_DISPATCH,) * 5,
+            *(points.UNDO,) * 3,
+            *(points.UNDO_WAITS, points.WAKE, points.LOOK, points.VERDICT),
+        ),
         meanwhile=_LONG,
         opening=((points.WRITE, INSIDE), (points.OUTCOME, BEFORE), (points.DISPATCH, AFTER)),
         opens_with=(("cancel",), ("cancel", "pause"), ("cancel", "lock away")),
@@ -592,6 +597,9 @@ def draw(seed: int) -> Plan:
     """Draw a schedule."""
     chance = random.Random(seed)
     name = chance.choices([*THEMES], [theme.weight for theme in THEMES.values()])[0]
+    turn = IN_TURN[seed // ONE_IN % len(IN_TURN)] if seed % ONE_IN == 0 else None
+    if turn is not None:
+        name = chance.choice(_aims_at(turn[1]) or [name])
     theme = THEMES[name]
     shape = chance.choices([*theme.shapes], [*theme.shapes.values()])[0]
     kind = KINDS[chance.choice(theme.kinds or [*KINDS])]
@@ -606,7 +614,7 @@ def draw(seed: int) -> Plan:
         foreign=theme.lacks,
         sweepers=chance.choice(theme.sweepers),
         moves=chance.randrange(10, 24) if theme.people else chance.randrange(5, 16),
-        strikes=_strikes(chance, theme),
+        strikes=_strikes(chance, theme, turn),
         query_dead=chance.random() < theme.dead,
         people=theme.people,
         lag_ms=chance.choice((0, 0, 0, 1_500, 24_000)),
@@ -699,8 +707,15 @@ def _workers(chance: random.Random, lacks_workflows: float) -> list[WorkerPlan]:
     ]
 
 
-def _strikes(chance: random.Random, theme: Theme) -> list[Strike]:
+def _strikes(
+    chance: random.Random, theme: Theme, turn: tuple[str, Point, int] | None
+) -> list[Strike]:
     found: list[Strike] = []
+    if turn is not None:
+        what, point, side = turn
+        acts = chance.choices([*theme.meanwhile], [*theme.meanwhile.values()])[0]
+        number, ms = chance.choice((1, 1, 1, 2)), chance.choice(STALLS_MS)
+        found.append(Strike(what, number, point.base + side, ms, acts if what == "stall" else ()))
     if theme.opening and chance.random() < 0.85:
         point, side = chance.choice(theme.opening)
         meanwhile = chance.choice(theme.opens_with)
@@ -737,3 +752,22 @@ def sides_of(what: str, point: Point) -> Sequence[int]:
     if what == "refuse":
         return [side for side in sides if side not in (AFTER, COMMITTED)]
     return sides
+
+
+def _all_cells() -> Iterator[tuple[str, Point, int]]:
+    for point in POINTS:
+        for what in ("die", "stall", "lose"):
+            for side in point.sides if what == "die" else sides_of(what, point):
+                yield what, point, side
+
+
+def _aims_at(point: Point) -> list[str]:
+    """The themes that are about a point: where the schedule gets there at all."""
+    every = len(POINTS)
+    return [n for n, theme in THEMES.items() if point in theme.points and len(theme.points) < every]
+
+
+#: What must strike somewhere; luck alone would leave out some that are seldom reached.
+IN_TURN: Final = (*_all_cells(),)
+#: One schedule in so many has the next of them among its strikes.
+ONE_IN: Final = 4
