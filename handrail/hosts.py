@@ -86,8 +86,12 @@ def of_session(session: Any, *, bind: Any = None, elsewhere: bool = False) -> Tr
 
 class _SessionTransaction:
     def __init__(self, session: Session, *, bind: Any, elsewhere: bool) -> None:
+        from sqlalchemy import Connection
+
         self._session = session
-        self._bind = {} if bind is None else {"bind": bind}
+        # A session that is bound to a connection has its transaction there, whatever it is about.
+        given = bind is not None and not isinstance(session.bind, Connection)
+        self._bind = {"bind": bind} if given else {}
         self.elsewhere = elsewhere
 
     @property

@@ -50,6 +50,7 @@ def load(name: str | None) -> Fleet:
             0, os.getcwd()
         )  # a module beside the user is meant, as Celery's -A means it
     try:
+        _make_django_ready()
         found: object = importlib.import_module(module_name)
         for attribute in (attributes or "fleet").split("."):
             found = getattr(found, attribute)
@@ -60,6 +61,22 @@ def load(name: str | None) -> Fleet:
     if not isinstance(found, Fleet):
         raise FleetNotLoaded(name, f"a {type(found).__name__} is no Fleet")
     return found
+
+
+def _make_django_ready() -> None:
+    """Load a Django project's apps before a module that imports their models, as `manage.py` does;
+    where none is named, or it is ready, this does nothing.
+    """
+    if not os.environ.get("DJANGO_SETTINGS_MODULE"):
+        return
+    try:
+        import django
+    except ModuleNotFoundError:  # the variable is another program's
+        return
+    from django.apps import apps
+
+    if not (apps.ready or apps.app_configs):  # neither done nor under way
+        django.setup()
 
 
 def load_or_plain(name: str | None) -> Fleet:

@@ -84,8 +84,11 @@ class Database:
 
     @property
     def shown(self) -> str:
-        """The URL without its password."""
-        return self.url.render_as_string(hide_password=True)
+        """The URL without its password, wherever that is written."""
+        url = self.url
+        if "password" in url.query:
+            url = url.update_query_dict({"password": "***"})
+        return url.render_as_string(hide_password=True)
 
     def now(self) -> int:
         """Return the database's time. SQLite has no clock but its process's."""

@@ -220,8 +220,10 @@ def _lock(connection: Connection) -> None:
         connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{_LOCK_TIMEOUT_S}s'")
         connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_LOCK_KEY})")
     else:
-        # The driver begins late, and not at all for DDL; it commits what we begin.
-        connection.exec_driver_sql("BEGIN IMMEDIATE")
+        # The driver begins late, and not at all for DDL; it commits what we begin. Where a host's
+        # listener has begun for every engine of the process, its transaction serves.
+        if not connection.connection.dbapi_connection.in_transaction:  # type: ignore[union-attr]
+            connection.exec_driver_sql("BEGIN IMMEDIATE")
 
 
 def _go_into(connection: Connection, schema: str) -> None:

@@ -585,6 +585,17 @@ def test_tables_that_are_missing_are_found(site: None) -> None:
         call_command("migrate", "handrail", verbosity=0)
 
 
+def test_a_database_that_does_not_answer_is_no_traceback(site: None) -> None:
+    from django.db import OperationalError
+
+    from handrail.integrations.django import checks
+
+    away = OperationalError("nobody is there")
+    with configured(), mock.patch("handrail.ledger.schema.check_migrated", side_effect=away):
+        [told] = checks.check_tables()
+    assert (told.id, "nobody is there" in told.msg) == ("handrail.W012", True)
+
+
 def test_settings_come_from_the_project_then_from_the_environment(
     site: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -621,6 +632,68 @@ def test_manage_handrail_is_the_command_line(
     assert (code, json.loads(told)["run_id"]) == (0, run_id)
     code, told = manage("show", "no-such-run")
     assert (code, "error[unknown-run]" in told) == (2, True)
+
+
+def test_handrail_itself_loads_a_project_s_apps_before_its_fleet(tmp_path: Path) -> None:
+    """The fleet's module imports models above everything else, as a module of Django's does."""
+    (tmp_path / "site_of_mine.py").write_text(
+        "SECRET_KEY = 'x' * 50\n"
+        "INSTALLED_APPS = ['django.contrib.auth', 'django.contrib.contenttypes',"
+        " 'handrail.integrations.django']\n"
+        "DATABASES = {'default': {'ENGINE': 'django.db.backends.sqlite3', 'NAME': 'site.db'}}\n"
+    )
+    (tmp_path / "agents_of_mine.py").write_text(
+        "from django.contrib.auth.models import User\n"
+        "from handrail.integrations.django import Fleet\n"
+        "assert User.objects is not None\n"
+        "fleet = Fleet()\n"
+    )
+    surroundings = {
+        **{n: v for n, v in os.environ.items() if not n.startswith(("HANDRAIL_", "DJANGO_"))},
+        "DJANGO_SETTINGS_MODULE": "site_of_mine",
+    }
+
+    def run(*command: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", *command],
+            cwd=tmp_path,
+            env=surroundings,
+            capture_output=True,
+            text=True,
+        )
+
+    migrated = run("django", "migrate", "--pythonpath", ".")
+    assert migrated.returncode == 0, migrated.stderr
+    listed = run("handrail", "runs", "--fleet", "agents_of_mine:fleet", "--json")
+    assert (listed.returncode, json.loads(listed.stdout)) == (0, []), listed.stderr
+
+
+def test_a_setting_that_is_none_is_an_error_and_no_traceback(
+    site: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from handrail.integrations.django.management.commands.handrail import Command
+
+    with configured(LEASE_M=1), pytest.raises(SystemExit) as left:
+        Command().run_from_argv(["manage.py", "handrail", "runs"])
+    assert left.value.code == 2
+    assert "error[invalid-settings]" in capsys.readouterr().err
+
+
+def test_a_transaction_that_is_ended_by_hand_accepts_as_well(client: Any, alias: str) -> None:
+    """Django tells nobody of such a commit: the sweep finds the row."""
+    from django.db import transaction
+
+    transaction.set_autocommit(False, using=alias)
+    try:
+        gone = client.enqueue("look", **GIVEN)
+        transaction.rollback(using=alias)
+        kept = client.enqueue("look", **GIVEN)
+        transaction.commit(using=alias)
+    finally:
+        transaction.set_autocommit(True, using=alias)
+    assert client.get(kept).status == "queued"
+    with pytest.raises(UnknownRun):
+        client.get(gone)
 
 
 # ---- admin ---------------------------------------------------------------------------------------
@@ -761,7 +834,7 @@ def test_a_handoff_is_claimed_and_resolved(fleet: Fleet, browser: Callable[..., 
 
 
 def test_names_that_the_audit_cannot_hold_are_told_apart(site: None) -> None:
-    from handrail.integrations.django.people import UnknownPerson, principal_of
+    from handrail.integrations.django.people import UnknownPerson, name_of, principal_of
 
     class Somebody:
         is_authenticated = True
@@ -779,6 +852,7 @@ def test_names_that_the_audit_cannot_hold_are_told_apart(site: None) -> None:
     assert principal_of(Somebody("ann@shop", 1)).roles == {"operator"}
     one, other = (principal_of(Somebody("李 雷", pk)).subject for pk in (1, 2))
     assert one != other
+    assert name_of(Somebody("李 雷", 1)) == one, "who asks is known to be who agrees"
     nobody = Somebody("", 0)
     nobody.is_authenticated = False
     with pytest.raises(UnknownPerson):

@@ -282,6 +282,44 @@ def test_a_plain_session_is_taken_as_it_is(site: Site) -> None:
     assert (site.has(gone), site.has(kept)) == (False, True)
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["the first statement", "a later one"])
+def test_a_session_on_a_connection_stays_in_its_transaction(site: Site, first: bool) -> None:
+    """As tests do: whatever is committed in there is taken back with what is around it."""
+    with site.app.app_context(), site.db.engine.connect() as connection:
+        around = connection.begin()
+        if connection.dialect.name == "sqlite":
+            connection.exec_driver_sql("BEGIN")  # by itself the driver begins with a write
+        with Session(connection, join_transaction_mode="create_savepoint") as session:
+            if not first:
+                session.execute(text("SELECT 1"))
+            run = handrail.enqueue("count", session=session, **GIVEN)
+            session.commit()
+        around.rollback()
+    assert not site.has(run)
+
+
+def test_begin_immediate_for_every_engine_does_not_disturb_an_upgrade(tmp_path: Path) -> None:
+    """In a process of its own: such listeners are there for good."""
+    code = f"""
+from sqlalchemy import event
+from sqlalchemy.engine import Engine
+
+@event.listens_for(Engine, "connect")
+def by_hand(connection, record):
+    connection.isolation_level = None
+
+@event.listens_for(Engine, "begin")
+def at_once(connection):
+    connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+from handrail.ledger.migrate import current, downgrade, upgrade
+url = "sqlite:///{tmp_path}/site.db"
+assert upgrade(url) == upgrade(url) == current(url)
+assert downgrade(url) is None
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_an_asynchronous_session_accepts_within_run_sync(pg: str, tmp_path: Path) -> None:
     site = make_site(tmp_path, pg)
 
@@ -501,11 +539,11 @@ def test_flask_handrail_passes_options_and_exit_codes_through(tmp_path: Path) ->
         "handrail.init_app(app)\n"
     )
 
-    def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    def command(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "flask", "--app", "site_of_mine", "handrail", *arguments],
             cwd=tmp_path,
-            env={**os.environ, "HANDRAIL_DATABASE_URL": "sqlite:///elsewhere.db"},
+            env={**os.environ, "HANDRAIL_DATABASE_URL": "sqlite:///elsewhere.db", **more},
             capture_output=True,
             text=True,
         )
@@ -516,6 +554,9 @@ def test_flask_handrail_passes_options_and_exit_codes_through(tmp_path: Path) ->
     unknown = command("show", "nothing", "--json")
     assert (unknown.returncode, json.loads(unknown.stdout)["error"]["code"]) == (2, "unknown-run")
     assert command("runs", "--no-such-option").returncode == 2
+    wrong = {"HANDRAIL_LEASE_MS": "soon"}
+    refused = command("runs", **wrong)
+    assert (refused.returncode, refused.stderr[:24]) == (2, "error[invalid-settings]:")
     helped = command("runs", "--help")
     assert (helped.returncode, "flask handrail runs" in helped.stdout) == (0, True)
 

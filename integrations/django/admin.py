@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Final
 
 from django.contrib import admin, messages
 from django.core.exceptions import PermissionDenied
+from django.db import transaction
 from django.db.models import Model
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
@@ -116,7 +117,9 @@ class ReadOnly(_Admin):  # type: ignore[misc]
         own = [
             path(
                 f"<path:pk>/{address}/",
-                self.admin_site.admin_view(getattr(self, address)),
+                # What a person does is a transaction of its own: one of the request's would hold
+                # up SQLite's only writer.
+                transaction.non_atomic_requests(self.admin_site.admin_view(getattr(self, address))),
                 name=f"handrail_{self.opts.model_name}_{address}",
             )
             for address, _, _ in self.acts

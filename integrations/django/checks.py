@@ -13,7 +13,7 @@ from django.apps.config import AppConfig
 from django.conf import settings as project
 from django.core import checks
 from django.core.checks import CheckMessage, Error, Warning
-from django.db import DEFAULT_DB_ALIAS, connections
+from django.db import DEFAULT_DB_ALIAS, DatabaseError, connections
 
 from handrail.errors import HandrailError
 from handrail.hosts import Transaction
@@ -72,7 +72,8 @@ def _database(found: Settings) -> Iterator[CheckMessage]:
             hint=(
                 "A transaction that reads and then accepts a run fails at once with 'database is"
                 " locked' where a worker writes at that moment. Since Django 5.1: OPTIONS ="
-                " {'transaction_mode': 'IMMEDIATE'}."
+                " {'transaction_mode': 'IMMEDIATE'}. Then cancel and decide outside of"
+                " transactions (and of ATOMIC_REQUESTS): they write on a connection of their own."
             ),
             id="handrail.W004",
         )
@@ -183,5 +184,12 @@ def check_tables(app_configs: Sequence[AppConfig] | None = None, **_: Any) -> li
     except HandrailError as error:
         if error.code != "database-not-migrated":
             return []
-        return [Warning(str(error), hint="Run 'manage.py migrate'.", id="handrail.W011")]
+        hint = (
+            "Run 'manage.py migrate'; where that has nothing to do, because our migrations were"
+            " recorded there while the ledger was elsewhere, 'manage.py handrail db upgrade'."
+        )
+        return [Warning(str(error), hint=hint, id="handrail.W011")]
+    except DatabaseError as error:
+        problem = f"the ledger's database {conf.alias()!r} did not answer: {error}"
+        return [Warning(problem, hint="Check it again once it is there.", id="handrail.W012")]
     return []

@@ -56,6 +56,9 @@ class DjangoTransaction:
 
     def on_commit(self, act: Callable[[], object]) -> None:
         """Do something after the outermost commit, at once outside of a transaction."""
+        connection = self._connection
+        if not connection.in_atomic_block and not connection.get_autocommit():
+            return  # nobody is told of a commit that is made by hand: the sweep finds the row
         transaction.on_commit(act, using=self._alias, robust=True)
 
     @property

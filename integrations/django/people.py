@@ -29,25 +29,33 @@ class UnknownPerson(BadInput):
         return "log in first: whatever a person does is recorded under a name"
 
 
-def principal_of(user: Any) -> Principal:
-    """Who a user is. A viewer may look (any of Django's `view` permissions), an operator cancel
-    runs and resolve handoffs (`handrail.cancel_run`, `handrail.resolve_handoff`), an approver agree
-    to exact actions (`handrail.approve_action`).
+def name_of(user: Any) -> str:
+    """The name under which a user's runs and acts are recorded: what a view gives `enqueue` as
+    `principal`, so that whoever asks for something is known to be who agrees to it.
 
-    The name is the user's, in the form that the audit takes: of another one what it cannot hold is
+    It is the user's, in the form that the audit takes: of another one what it cannot hold is
     written as `.`, and `:` with the key of the user follows, which no name contains. Raises
     `UnknownPerson` for an anonymous user.
     """
-    from handrail.agent.people import Role
-    from handrail.agent.tools import Principal
-
     if not getattr(user, "is_authenticated", False):
         raise UnknownPerson
     name = str(user.get_username())
     if not _NAME.match(name):
         name = f"{re.sub('[^A-Za-z0-9_.:@-]', '.', name)[:100]}:{user.pk}"
+    return name
+
+
+def principal_of(user: Any) -> Principal:
+    """Who a user is. A viewer may look (any of Django's `view` permissions), an operator cancel
+    runs and resolve handoffs (`handrail.cancel_run`, `handrail.resolve_handoff`), an approver agree
+    to exact actions (`handrail.approve_action`). The name is `name_of` the user.
+    """
+    from handrail.agent.people import Role
+    from handrail.agent.tools import Principal
+
+    name = name_of(user)
     granted = {
-        Role.VIEWER: any(user.has_perm(f"handrail.view_{name}") for name in _SHOWN),
+        Role.VIEWER: any(user.has_perm(f"handrail.view_{one}") for one in _SHOWN),
         Role.OPERATOR: user.has_perm(CANCEL) or user.has_perm(RESOLVE),
         Role.APPROVER: user.has_perm(APPROVE),
     }

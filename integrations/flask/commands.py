@@ -9,6 +9,7 @@ import click
 from flask import current_app
 from flask.cli import with_appcontext
 
+from handrail.errors import HandrailError
 from handrail.integrations.flask import conf
 
 #: Everything belongs to the command behind it, `--help` too.
@@ -22,6 +23,10 @@ def handrail(arguments: tuple[str, ...]) -> None:
     """Hand everything to `handrail`, whose exit code is that of `flask`."""
     from handrail.cli import app
 
-    for name, value in conf.read(current_app).to_environment().items():
-        os.environ[name] = value
+    try:
+        settings = conf.read(current_app)
+    except HandrailError as error:
+        click.echo(f"error[{error.code}]: {error}", err=True)
+        raise SystemExit(2) from None
+    os.environ.update(settings.to_environment())
     app(args=[*arguments], prog_name="flask handrail")

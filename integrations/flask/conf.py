@@ -58,7 +58,7 @@ def engine_of(app: Flask) -> Engine | None:
 
 def url_of(engine: Engine) -> str:
     """The address of an engine's database, for connections of the ledger's own."""
-    url = engine.url
+    url = engine.engine.url  # of a connection in its place, too, as tests put one there
     if url.get_backend_name() == "postgresql":
         url = url.set(drivername="postgresql")
     elif url.get_backend_name() == "sqlite":

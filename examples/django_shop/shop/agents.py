@@ -28,6 +28,7 @@ from handrail import (
     Workflow,
 )
 from handrail.integrations.django import Fleet
+from handrail.integrations.django.people import name_of
 from shop.models import Charge, Order, Refund
 
 fleet = Fleet("shop")
@@ -51,7 +52,7 @@ def read_order(asked: OrderId, call: ToolCall) -> dict[str, Any]:
     order = Order.objects.select_related("customer").get(pk=asked.order_id)
     charges = order.charge_set.order_by("id").values("id", "amount_cents")
     return {
-        "customer": order.customer.get_username(),
+        "customer": name_of(order.customer),
         "amount_cents": order.amount_cents,
         "charges": list(charges),
     }

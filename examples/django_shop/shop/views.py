@@ -15,7 +15,7 @@ from django.views.decorators.http import require_GET, require_http_methods, requ
 
 from handrail.errors import HandrailError, TryLater
 from handrail.integrations.django import client
-from handrail.integrations.django.people import principal_of
+from handrail.integrations.django.people import name_of, principal_of
 from shop.models import Order, RefundRequest
 
 View = Callable[..., HttpResponse]
@@ -47,17 +47,20 @@ def api(view: View) -> View:
 @require_POST
 def ask(request: HttpRequest) -> HttpResponse:
     """Ask for a refund: the request and the run are one transaction."""
-    asked = json.loads(request.body)
+    try:
+        asked = json.loads(request.body)
+        order_id, note = int(asked["order_id"]), str(asked.get("note", ""))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return JsonResponse({"code": "invalid-request", "error": "give an order_id"}, status=400)
     with transaction.atomic():
-        order = get_object_or_404(Order, pk=asked["order_id"], customer=request.user)
+        order = get_object_or_404(Order, pk=order_id, customer=request.user)
         run_id = client.enqueue(
             "refund",
             goal=f"give back what was charged twice for order {order.pk}",
             input={"order_id": order.pk},
-            principal=request.user.get_username(),
+            principal=name_of(request.user),
             dedupe_key=f"refund:{order.pk}",  # a double click is one run
         )
-        note = asked.get("note", "")
         RefundRequest.objects.get_or_create(order=order, run_id=run_id, defaults={"note": note})
         if len(note) > 1_000:  # found out late, as things are: neither row is kept
             transaction.set_rollback(True)
@@ -69,14 +72,14 @@ def ask(request: HttpRequest) -> HttpResponse:
 @require_GET
 def status(request: HttpRequest, run_id: str) -> HttpResponse:
     """How it stands; of another's run nobody learns that there is one."""
-    return JsonResponse(client.get(run_id, subject=request.user.get_username()).to_json())
+    return JsonResponse(client.get(run_id, subject=name_of(request.user)).to_json())
 
 
 @api
 @require_POST
 def cancel(request: HttpRequest, run_id: str) -> HttpResponse:
     """The cancel button: nothing new is started, and what is in flight is found out."""
-    client.get(run_id, subject=request.user.get_username())
+    client.get(run_id, subject=name_of(request.user))
     return JsonResponse({"status": client.cancel(run_id).status})
 
 

@@ -14,7 +14,9 @@ pages = Blueprint("refunds", __name__, url_prefix="/refunds")
 @pages.post("")
 def ask() -> tuple[dict[str, Any], int]:
     """Ask for a refund: the request and the run are one transaction."""
-    asked = request.get_json(force=True)
+    asked = request.get_json(silent=True, force=True)
+    if not isinstance(asked, dict) or type(asked.get("order_id")) is not int:
+        return {"code": "invalid-request", "error": "give an order_id"}, 400
     order = db.first_or_404(db.select(Order).filter_by(id=asked["order_id"], customer=g.user.name))
     run_id = handrail.enqueue(
         "refund",
@@ -23,7 +25,7 @@ def ask() -> tuple[dict[str, Any], int]:
         principal=g.user.name,
         dedupe_key=f"refund:{order.id}",  # a double click is one run
     )
-    note = asked.get("note", "")
+    note = str(asked.get("note", ""))
     if not db.session.query(RefundRequest).filter_by(run_id=run_id).first():
         db.session.add(RefundRequest(order_id=order.id, run_id=run_id, note=note))
     if len(note) > 1_000:  # found out late, as things are: neither row is kept

@@ -9,6 +9,7 @@ from typing import Any
 from django.core.management.base import BaseCommand, CommandError
 
 from handrail.cli import app
+from handrail.errors import HandrailError
 from handrail.integrations.django import conf
 
 
@@ -20,8 +21,12 @@ class Command(BaseCommand):
 
     def run_from_argv(self, argv: list[str]) -> None:
         """Pass on what follows `handrail`, options too: Django's own would be taken out of it."""
-        for name, value in conf.read().to_environment().items():
-            os.environ[name] = value
+        try:
+            settings = conf.read()
+        except HandrailError as error:
+            self.stderr.write(f"error[{error.code}]: {error}")
+            raise SystemExit(2) from None
+        os.environ.update(settings.to_environment())
         app(args=argv[2:], prog_name=f"{os.path.basename(argv[0])} handrail")
 
     def handle(self, *args: Any, **options: Any) -> None:
