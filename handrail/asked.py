@@ -46,10 +46,10 @@ class UnknownWorkflow(BadInput):
     known: tuple[str, ...]
 
     def __str__(self) -> str:
-        known = ", ".join(self.known) or "none"
+        known = f"; known: {', '.join(self.known)}" if self.known else ""
         return (
             f"there is no workflow {self.name!r}: register it with fleet.workflow(...), and start a"
-            f" worker that has it; known: {known}"
+            f" worker that has it{known}"
         )
 
 

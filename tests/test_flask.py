@@ -611,6 +611,16 @@ def test_what_a_teardown_raises_changes_nothing(site: Site) -> None:
         assert site.db.engine.pool.checkedout() == 0  # type: ignore[attr-defined]
 
 
+def test_accepting_and_looking_end_no_context_of_the_request(site: Site) -> None:
+    ended: list[object] = []
+    site.app.teardown_appcontext(ended.append)
+    with site.app.app_context():
+        run = handrail.enqueue("count", **GIVEN)
+        handrail.get(run)
+        assert ended == []
+    assert ended == [None]
+
+
 # ---- migrations ----------------------------------------------------------------------------------
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import os
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
-from flask import Flask
+from flask import Flask, current_app, has_app_context
 
 from handrail.settings import InvalidSettings, Settings
 
@@ -39,7 +41,8 @@ def read(app: Flask) -> Settings:
         engine = engine_of(app)
         if engine is not None:
             values["database_url"] = url_of(engine)
-    values.setdefault("home", f"{app.instance_path}/handrail")
+    if not os.environ.get("HANDRAIL_HOME"):
+        values.setdefault("home", f"{app.instance_path}/handrail")
     return Settings.read(**values)
 
 
@@ -49,7 +52,9 @@ def engine_of(app: Flask) -> Engine | None:
     if sqlalchemy is None:
         return None
     bind = app.config.get(BIND)
-    with app.app_context():
+    # A context of its own would end with the teardowns of a request.
+    here = has_app_context() and current_app == app
+    with nullcontext() if here else app.app_context():
         engine: Engine | None = sqlalchemy.engines.get(bind)
     if engine is None and bind is not None:
         raise InvalidSettings((f"{BIND}: SQLALCHEMY_BINDS has no {bind!r}",))
