@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
@@ -177,7 +178,8 @@ class Client:
         if transaction.elsewhere:
             if dedupe_key is not None and run_id is None:
                 key = (asked.tenant, asked.mode, dedupe_key)
-                asked = replace(asked, run_id=accepted_by_key(self._own, *key))
+                with _migrated():
+                    asked = replace(asked, run_id=accepted_by_key(self._own, *key))
             row = self._row(workflow, self._own, asked, budget, limits)
             transaction.on_commit(functools.partial(self._accept_here, row))
             return row.run_id
@@ -322,17 +324,24 @@ class _Way:
         return self.through.run(qualified(sql, self.schema if self.postgres else ""), params)
 
     def entry(self, workflow: str) -> Entry | None:
-        try:
+        with _migrated():
             return current_entry(
                 self.through, escaped(workflow), postgres=self.postgres, schema=self.schema
             )
-        except Exception as error:
-            if lacks_the_table(error):
-                raise NotMigrated(None, HEAD) from error
-            raise
 
     def accept(self, row: NewRow) -> Inserted:
         return accept(self.through, row, postgres=self.postgres, schema=self.schema)
+
+
+@contextmanager
+def _migrated() -> Iterator[None]:
+    """Say what to do where a table of ours is missing."""
+    try:
+        yield
+    except Exception as error:
+        if lacks_the_table(error):
+            raise NotMigrated(None, HEAD) from error
+        raise
 
 
 def prepared_row(prepared: Mapping[str, Any], asked: Asked) -> NewRow:

@@ -35,7 +35,7 @@ from handrail.integrations.flask import Fleet, handrail
 from handrail.integrations.flask.extension import NotInitialised
 from handrail.integrations.flask.workers import NoApplication
 from handrail.ledger import migrate
-from handrail.ledger.errors import UnknownRun
+from handrail.ledger.errors import NotMigrated, UnknownRun
 from handrail.ledger.migrate import include_name
 from handrail.settings import InvalidSettings
 from handrail.testing.services import EmbeddedPostgres
@@ -404,6 +404,13 @@ def test_a_ledger_elsewhere_waits_for_the_commit(pg: str, tmp_path: Path) -> Non
     gone, kept = site.ask("savepoint")[1].split()
     assert (site.has(gone), site.has(kept)) == (False, True)
     closed(site)
+
+
+def test_a_ledger_elsewhere_that_is_not_migrated_says_what_to_do(tmp_path: Path) -> None:
+    site = make_site(tmp_path, f"sqlite:///{tmp_path}/mine.db")
+    site.app.config["HANDRAIL_DATABASE_URL"] = f"sqlite:///{tmp_path}/empty.db"
+    with site.app.app_context(), pytest.raises(NotMigrated, match="handrail db upgrade"):
+        handrail.enqueue("count", dedupe_key="twice", **GIVEN)
 
 
 @pytest.mark.parametrize("early", [False, True])
