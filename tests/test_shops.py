@@ -152,6 +152,7 @@ def shop(
         else:
             made.command(*made.handrail, "db", "upgrade")
         made.command(*made.own, "seed")
+        made.command(*made.own, "seed")  # another order, and no error
         stack.enter_context(made.server("server"))
         stack.enter_context(made.process("worker", *made.handrail, "worker", ready="ready:"))
         stack.enter_context(made.process("beat", *made.handrail, "beat", ready="ready:"))
@@ -192,6 +193,9 @@ def test_the_cancel_button(shop: Shop) -> None:
     assert shop.ask(f"/refunds/{run_id}/cancel", "bob", post=True)[0] == 404
     assert shop.ask(f"/refunds/{run_id}/cancel", "alice", post=True)[1] == {"status": "cancelled"}
     assert shop.ask("/refunds", "nobody", {"order_id": 1})[0] == 401
+    for wrong in ({}, [], {"order_id": "x"}, "x"):
+        code, told = shop.ask("/refunds", "alice", wrong, post=True)
+        assert (code, told["code"]) == (400, "invalid-request"), wrong
 
 
 @contextmanager

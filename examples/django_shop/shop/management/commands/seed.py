@@ -12,8 +12,12 @@ class Command(BaseCommand):
     help = "Make alice (a customer), bob (an approver) and an order; the passwords are the names."
 
     def handle(self, *args: Any, **options: Any) -> None:
-        alice = User.objects.create_user("alice", password="alice")
-        bob = User.objects.create_user("bob", password="bob", is_staff=True)
+        """Each time another order; the people once."""
+        alice, bob = (
+            User.objects.filter(username=name).first()
+            or User.objects.create_user(name, password=name, is_staff=name == "bob")
+            for name in ("alice", "bob")
+        )
         for name in ("approve_action", "view_approval", "view_run"):
             bob.user_permissions.add(Permission.objects.get(codename=name))
         order = Order.objects.create(customer=alice, amount_cents=4_200)
