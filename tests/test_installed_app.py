@@ -16,10 +16,12 @@ from typing import Any
 import psutil
 import pytest
 from celery import Celery
+from kombu import Connection
 
 import handrail
 from handrail import Client, Fleet
 from handrail.broker.message import RECONCILE_QUEUE, STEP_TASK, STEPS_QUEUE, SWEEP_TASK
+from handrail.broker.queues import queue
 from handrail.broker.redis_client import redis_client
 from handrail.broker.verify import verify_guest
 from handrail.installing import AlreadyInstalled
@@ -417,3 +419,31 @@ def test_the_sweep_is_an_entry_of_django_celery_beat(host: Host) -> None:
     message = json.loads(sent)
     assert message["headers"]["task"] == SWEEP_TASK
     assert message["content-type"] == "application/json"
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("broker", ["rabbitmq"], indirect=True)
+def test_a_beat_with_a_table_sends_sweeps_to_a_quorum_queue(
+    broker: Broker, valkey_url: str, tmp_path: Path
+) -> None:
+    """As text in the table, the queue's name alone would be declared as a classic queue."""
+    host = Host(tmp_path, valkey_url, broker)
+    (tmp_path / "scheduled.py").write_text(BEAT.partition("from django_celery_beat.sched")[0])
+    command = [str(Path(sys.executable).parent / "celery"), "-A", "scheduled", "beat"]
+    log = tmp_path / "worker.log"
+    with log.open("w") as output:
+        beat = subprocess.Popen(
+            [*command, "-S", "django_celery_beat.schedulers:DatabaseScheduler", "-l", "INFO"],
+            cwd=tmp_path, env=host.environment, stdout=output, stderr=output,
+        )  # fmt: skip
+    try:
+        host.until(lambda: log.read_text().count("Sending due task handrail-sweep") > 1)
+    finally:
+        beat.terminate()
+        beat.wait(SECONDS)
+    assert "Traceback" not in log.read_text(), log.read_text()
+    with Connection(broker.url) as connection, connection.channel() as channel:
+        # A queue of another type would be refused.
+        bound: Any = queue(RECONCILE_QUEUE, broker.url)(channel)
+        _, waiting, _ = bound.queue_declare()
+    assert waiting > 0
