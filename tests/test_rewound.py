@@ -464,26 +464,21 @@ def test_a_wish_over_a_dead_worker_is_no_proof(world: World) -> None:
     ends_as_applied(world, run)
 
 
-def test_a_wish_between_plan_and_dispatch_is_no_proof(world: World) -> None:
-    run = made_and_forgotten(world)
-    wished = Outside(
-        when=lambda place: place == "after checkpoint",
+def wished_at(world: World, run: str, place: str) -> Outside:
+    """A worker that goes on, while its run is cancelled at a place."""
+    return Outside(
+        when=lambda at: at == place,
         then=lambda: world.meanwhile(lambda: world.fleet.cancel(run)),
     )
-    world.step(run, outside=wished)
-    assert world.row(run)["status"] == "reconciling"
-    ends_as_applied(world, run)
 
 
-def test_a_wish_while_redis_is_away_is_no_proof(world: World) -> None:
+@pytest.mark.parametrize("away", [False, True], ids=["its lock held", "Redis away"])
+def test_a_wish_between_plan_and_dispatch_is_no_proof(world: World, away: bool) -> None:
     run = made_and_forgotten(world)
-    world.lock.away = True
-    wished = Outside(
-        when=lambda place: place == "after checkpoint",
-        then=lambda: world.meanwhile(lambda: world.fleet.cancel(run)),
-    )
-    world.step(run, outside=wished)
+    world.lock.away = away
+    world.step(run, outside=wished_at(world, run, "after checkpoint"))
     world.lock.away = False
+    assert world.row(run)["status"] == "reconciling"
     ends_as_applied(world, run)
 
 
@@ -496,12 +491,8 @@ def test_a_wish_at_rest_is_no_proof(world: World) -> None:
 
 def test_a_wish_during_the_next_claim_is_no_proof(world: World) -> None:
     run = planned_and_given_back(world)
-    wished = Outside(
-        when=lambda place: place == "before checkpoint",
-        then=lambda: world.meanwhile(lambda: world.fleet.cancel(run)),
-    )
     world.advance(10 * SECOND)
-    world.step(run, outside=wished)
+    world.step(run, outside=wished_at(world, run, "before checkpoint"))
     assert world.row(run)["status"] == "reconciling"
     ends_as_applied(world, run)
 
