@@ -174,17 +174,26 @@ class Client:
         )
         transaction = self._transaction(session)
         if transaction is None:
-            return self._accept_here(self._row(workflow, self._own, asked, budget, limits))
+            entry = self._own.entry(workflow)
+            return self._accept_here(self._row(workflow, entry, asked, budget, limits))
         if transaction.elsewhere:
             if dedupe_key is not None and run_id is None:
                 key = (asked.tenant, asked.mode, dedupe_key)
                 with _migrated():
                     asked = replace(asked, run_id=accepted_by_key(self._own, *key))
-            row = self._row(workflow, self._own, asked, budget, limits)
+            entry = self._own.entry(workflow)
+            row = self._row(workflow, entry, asked, budget, limits)
             transaction.on_commit(functools.partial(self._accept_here, row))
             return row.run_id
         way = _Way(transaction, transaction.postgres, self.settings.database_schema)
-        inserted = way.accept(self._row(workflow, way, asked, budget, limits))
+        by_key = None
+        if dedupe_key is not None and run_id is None:
+            by_key = {"tenant": asked.tenant, "mode": asked.mode, "dedupe_key": escaped(dedupe_key)}
+        entry = way.entry(workflow, by_key)
+        row = self._row(workflow, entry, asked, budget, limits)
+        if entry is not None and entry.taken is not None:
+            return entry.taken
+        inserted = way.accept(row)
         transaction.on_commit(functools.partial(self._publish, inserted))
         return inserted.run_id
 
@@ -269,12 +278,11 @@ class Client:
     def _row(
         self,
         workflow: str,
-        way: _Way,
+        entry: Entry | None,
         asked: Asked,
         budget: Budget | Mapping[str, Any] | None,
         limits: CallLimits | Mapping[str, Any] | None,
     ) -> NewRow:
-        entry = way.entry(workflow) if isinstance(workflow, str) else None
         if entry is None:
             raise UnknownWorkflow(str(workflow), ())
         row = prepared_row(entry.prepared, asked)
@@ -323,10 +331,15 @@ class _Way:
     def run(self, sql: str, params: Mapping[str, Any]) -> list[dict[str, Any]]:
         return self.through.run(qualified(sql, self.schema if self.postgres else ""), params)
 
-    def entry(self, workflow: str) -> Entry | None:
+    def entry(self, workflow: str, key: Mapping[str, str] | None = None) -> Entry | None:
+        if not isinstance(workflow, str):
+            return None
         with _migrated():
             return current_entry(
-                self.through, escaped(workflow), postgres=self.postgres, schema=self.schema
+                *(self.through, escaped(workflow)),
+                postgres=self.postgres,
+                schema=self.schema,
+                key=key,
             )
 
     def accept(self, row: NewRow) -> Inserted:

@@ -47,6 +47,12 @@ class NewRow:
         return run_id
 
 
+_BY_KEY: Final = (
+    "SELECT id FROM handrail_run WHERE tenant = :tenant AND mode = :mode"
+    " AND dedupe_key = :dedupe_key"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class DueStep:
     """A step that is due: what a message about it says. It grants nothing."""
@@ -71,11 +77,14 @@ class Inserted:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A workflow in the catalog: the version that new runs get, and what accepting one takes."""
+    """A workflow in the catalog: the version that new runs get, and what accepting one takes.
+    `taken` is the run that has the dedupe key with which it was looked up.
+    """
 
     workflow: str
     version: str
     prepared: Mapping[str, Any]
+    taken: str | None = None
 
 
 def accept(
@@ -121,24 +130,33 @@ def accept(
 
 
 def current_entry(
-    tx: Session, workflow: str, *, postgres: bool, schema: str = "", now: int | None = None
+    tx: Session,
+    workflow: str,
+    *,
+    postgres: bool,
+    schema: str = "",
+    now: int | None = None,
+    key: Mapping[str, str] | None = None,
 ) -> Entry | None:
     """Look up what a new run of a workflow gets: of the versions that live workers have the one
-    that was announced last; of none is alive, of all.
+    that was announced last; of none is alive, of all. `key` is its `tenant`, `mode` and
+    `dedupe_key`, where a run may have that already.
     """
     clock = PG_NOW if postgres else ":now"
+    taken = f"({_BY_KEY})" if key else "NULL"
     sql = f"""
-        SELECT version, entry FROM handrail_workflow WHERE name = :name
+        SELECT version, entry, {taken} AS taken FROM handrail_workflow WHERE name = :name
         ORDER BY CASE WHEN seen_at > {clock} - {SEEN_MS} THEN 0 ELSE 1 END,
                  announced_at DESC, version DESC
         LIMIT 1"""
-    params: dict[str, Any] = {"name": workflow}
+    params: dict[str, Any] = {"name": workflow, **(key or {})}
     if not postgres:
         params["now"] = time.time_ns() // 1_000_000 if now is None else now
     rows = tx.run(qualified(sql, schema), params)
     if not rows:
         return None
-    return Entry(workflow, rows[0]["version"], json.loads(rows[0]["entry"]))
+    (row,) = rows
+    return Entry(workflow, row["version"], json.loads(row["entry"]), row["taken"])
 
 
 def snapshot(row: Mapping[str, Any]) -> dict[str, int]:
@@ -204,11 +222,7 @@ def id_by_key(tenant: str, mode: str, dedupe_key: str) -> str:
 
 def accepted_by_key(tx: Session, tenant: str, mode: str, dedupe_key: str) -> str:
     """The id of the run that has a dedupe key, or is going to have it (`id_by_key`)."""
-    known = tx.run(
-        "SELECT id FROM handrail_run WHERE tenant = :tenant AND mode = :mode"
-        " AND dedupe_key = :dedupe_key",
-        {"tenant": tenant, "mode": mode, "dedupe_key": escaped(dedupe_key)},
-    )
+    known = tx.run(_BY_KEY, {"tenant": tenant, "mode": mode, "dedupe_key": escaped(dedupe_key)})
     return str(known[0]["id"]) if known else id_by_key(tenant, mode, dedupe_key)
 
 

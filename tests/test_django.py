@@ -155,6 +155,10 @@ def test_accepting_costs_a_transaction_two_statements(client: Any, alias: str) -
         client.enqueue("look", **GIVEN)
     assert len(seen) == 2
     assert not any("SAVEPOINT" in one["sql"] for one in seen.captured_queries)
+    for most in (2, 1):  # a double click finds its run
+        with transaction.atomic(using=alias), CaptureQueriesContext(connections[alias]) as seen:
+            client.enqueue("look", dedupe_key="twice", **GIVEN)
+        assert len(seen) == most
 
 
 def test_outside_of_a_transaction_a_run_is_accepted_at_once(
