@@ -123,7 +123,7 @@ def test_how_to_undo_a_write_is_recorded_before_it_is_sent(world: World) -> None
     world.step(run)
 
     original = {"draft": f"as it was before save:{run}"}
-    recorded = {"tool": "undo_save", "calls": 1, "original": original}
+    recorded = {"tool": "undo_save", "calls": 1, "original": original, "read": True}
     assert found == [("dispatched", recorded)]
     (read,) = world.trace(run, "effect.original-read")
     assert read["detail"] == {"tool": "save", "effect": saved(world, run)["id"]}
