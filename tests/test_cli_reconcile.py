@@ -57,10 +57,16 @@ def test_once_needs_no_broker_and_says_that_steps_stay_due(
     assert migrated.json("reconcile", "--once")["unpublished"] == 1
 
 
+@pytest.mark.parametrize(
+    "away",
+    [
+        "postgresql://nobody:a-password@127.0.0.1:1/ledger",
+        "postgresql://nobody@127.0.0.1:1/ledger?password=a-password",
+    ],
+)
 def test_once_without_a_database_fails_with_its_own_code(
-    project: Project, monkeypatch: pytest.MonkeyPatch
+    project: Project, monkeypatch: pytest.MonkeyPatch, away: str
 ) -> None:
-    away = "postgresql://nobody:a-password@127.0.0.1:1/ledger"
     monkeypatch.setenv("HANDRAIL_DATABASE_URL", away)
 
     assert project.refused("reconcile", "--once", code=3) == "database-unavailable"
